@@ -1,0 +1,116 @@
+# slotd: build, check, try.  `make` alone prints the targets.
+#
+# PYTHON chooses the interpreter for a new .venv (3.11 or newer). When a virtual environment is active,
+# the targets install into that one; otherwise into ./.venv, which they create.
+
+PYTHON ?= python3
+MODEL =
+
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# Active means: VIRTUAL_ENV says so, or $(PYTHON) itself lives in a virtual environment.
+VENV := $(VIRTUAL_ENV)
+ifeq ($(strip $(VENV)),)
+  VENV := $(shell $(PYTHON) -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")' 2>/dev/null)
+endif
+ifeq ($(strip $(VENV)),)
+  VENV := .venv
+endif
+PY := $(VENV)/bin/python
+
+TYPED := daemon client protocol
+
+# $(call install,STAMP,WHAT): pip install WHAT unless STAMP says that it was done. A stamp lives in the
+# environment that it describes and holds the path of the checkout installed there, so a fresh environment,
+# another checkout or a changed setup.cfg each lead to a new install.
+define install
+@if [ "$$(cat "$(VENV)/$(1)" 2>/dev/null)" != "$(CURDIR)" ] \
+    || [ setup.cfg -nt "$(VENV)/$(1)" ] || [ pyproject.toml -nt "$(VENV)/$(1)" ]; then \
+  echo "installing slotd into $(VENV)" >&2; \
+  "$(PY)" -m pip install --quiet --editable '$(2)' >&2 && echo "$(CURDIR)" > "$(VENV)/$(1)"; fi
+endef
+
+.PHONY: help run test lint ruff mypy test-gpu bench build clean install install-test links python cuda-backend
+
+help:
+	@echo 'make run       chat with the default model; without a terminal: answer one question'
+	@echo 'make test      ruff, mypy and pytest (the default model is fetched once, 93 MB)'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make test-gpu  the tests that need a CUDA device'
+	@echo 'make bench     measure rates and overheads, as text'
+	@echo 'make build     a wheel in dist/'
+	@echo 'make clean     remove build products and caches (an environment in .venv stays)'
+	@echo
+	@echo 'PYTHON=...     the interpreter (>= 3.11) when no virtual environment is active'
+	@echo 'MODEL=FILE     another GGUF for run and bench'
+
+run: install
+	@"$(VENV)/bin/slotd" try $(if $(MODEL),-m "$(MODEL)")
+
+# A complaint of the linters must not hide the result of the tests: both run, either one fails the target.
+test: install-test
+	@lint=0; $(MAKE) --keep-going lint || { lint=1; echo 'make lint failed, see above; the tests run nevertheless' >&2; }; \
+	tests=0; "$(PY)" -m pytest || tests=$$?; \
+	if [ $$lint -ne 0 ]; then echo 'make lint failed, see above the tests' >&2; fi; \
+	[ $$lint -eq 0 ] && exit $$tests || exit 1
+
+lint: ruff mypy
+
+ruff: install-test
+	"$(PY)" -m ruff check .
+
+mypy: install-test links
+	"$(PY)" -m mypy $(TYPED:%=-p slotd.%)
+
+test-gpu: cuda-backend install-test
+	"$(PY)" -m pytest -m gpu tests/gpu
+
+cuda-backend:
+	@test -f daemon/ops/cuda_ops.py || { \
+	  echo 'test-gpu: this version of slotd has no CUDA backend (daemon/ops/cuda_ops.py is not there):' \
+	       'nothing to test on a GPU, so nothing passed' >&2; exit 1; }
+
+bench: install-test
+	"$(VENV)/bin/slotd" bench $(if $(MODEL),-m "$(MODEL)")
+	"$(PY)" -m tests.bench
+
+# setuptools ships what it finds in build/lib, deleted modules included: start from nothing.
+build: install
+	rm -rf build dist
+	"$(PY)" -m pip wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist slotd.egg-info .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f "$(VENV)/.slotd-run" "$(VENV)/.slotd-test"
+	find $(TYPED) tests -type d -name __pycache__ -prune -exec rm -rf {} +
+	@if [ -d .venv ]; then echo '.venv stays; remove it with: rm -rf .venv'; fi
+
+# mypy cannot find the three folders under their installed names (slotd.daemon is daemon/), so it reads
+# them through links. They are made here and not kept in git: a checkout without symbolic links, or an
+# archive, would have text files in their place.
+links:
+	@mkdir -p .typing/slotd
+	@for name in $(TYPED); do ln -sfn "../../$$name" ".typing/slotd/$$name"; done
+
+# The test environment holds all that `run` needs, so its stamp stands for both.
+install: python
+	$(call install,.slotd-run,.)
+
+install-test: python
+	$(call install,.slotd-test,.[test])
+	@cp -p "$(VENV)/.slotd-test" "$(VENV)/.slotd-run"
+
+python:
+	@if [ ! -x "$(PY)" ] && [ "$(VENV)" != .venv ]; then \
+	  echo "The active virtual environment $(VENV) has no bin/python: deactivate it or make it anew." >&2; exit 1; fi
+	@python="$(PY)"; [ -x "$$python" ] || python="$(PYTHON)"; \
+	version="$$("$$python" --version 2>&1)" || { \
+	  echo "slotd needs Python 3.11 or newer, and '$$python' does not run. Name one: make PYTHON=python3.12" >&2; exit 1; }; \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "slotd needs Python 3.11 or newer, and '$$python' is $$version. Name one: make PYTHON=python3.12" >&2; \
+	  [ "$$python" = "$(PYTHON)" ] || echo "(the environment $(VENV) was made with it: leave or remove it first)" >&2; \
+	  exit 1; }
+	@[ -x "$(PY)" ] || { echo "making a virtual environment in $(VENV)" >&2; "$(PYTHON)" -m venv "$(VENV)"; } \
+	  || { rm -rf .venv; exit 1; }
+	@"$(PY)" -m pip --version >/dev/null 2>&1 || "$(PY)" -m ensurepip >&2

@@ -1,0 +1,191 @@
+"""What a generation gives back, and the pure part of making it: token ids in, visible text out.
+
+No I/O and no threads here: `Assembler` is fed with the events of one request, by `Stream` or `AsyncStream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from slotd.protocol.errors import RequestError, Value
+from slotd.protocol.messages import Done, Event, Prefill, TokenLogprob, Tokens
+
+if TYPE_CHECKING:
+    from slotd.client.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+#: Called with (prompt tokens in the cache, prompt tokens in all) while a prompt is read.
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One step of an answer.
+
+    `text` may be empty although there are ids: half a character, or the beginning of a stop string, is
+    held back until it is known what it becomes. The last chunk may have text and no ids.
+    """
+
+    text: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: the visible text, without the stop string and without end-of-text tokens. Empty when the
+            prompt was ids and there is no usable tokenizer.
+        ids: every id the daemon sent, the end-of-text or stop id included; when a stop string ended the
+            answer, this may reach past the end of `text`.
+        finish_reason: ``stop`` (end of text, a stop id or a stop string), ``length`` or ``cancelled``.
+        stop: the stop string or the token id that ended the answer.
+        limit: what ended it with ``length``: ``n_gen`` (max_tokens) or ``max_ctx`` (the context is full).
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: how many of them were not computed again.
+        seed: the seed that was used, also when none was given.
+        logprobs: one per id when they were asked for, else empty.
+        timings: seconds by stage (``prefill_s``, ``decode_s`` ...); the stages sum up to ``wall_s``.
+        epoch: the daemon's slot epoch when the request ended.
+        id: the request id (`Client.snapshot` takes it as `of`).
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop: str | int | None = None
+    limit: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seed: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    timings: dict[str, float] = field(default_factory=dict)
+    epoch: int = 0
+    id: str = ""
+
+
+class Assembler:
+    """Builds the chunks and the completion of one request from its events.
+
+    Args:
+        id: the request id.
+        tokenizer: for the text; None gives ids only.
+        stops: stop strings, matched on the text across token edges.
+        stop_ids: further ids that end the answer; they have no text.
+        on_progress: see `OnProgress`.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        tokenizer: Tokenizer | None,
+        *,
+        stops: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self.id = id
+        self.stopped_by: str | None = None
+        self.completion: Completion | None = None
+        self._on_progress = on_progress
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._text: list[str] = []
+        self._silent = frozenset(stop_ids)
+        self._detokenizer = None
+        self._stops = None
+        if tokenizer is not None:
+            from slotd.client.detokenizer import Detokenizer, StopStrings
+
+            self._silent |= tokenizer.stop_ids
+            self._detokenizer = Detokenizer(tokenizer)
+            self._stops = StopStrings(stops)
+
+    def feed(self, event: Event) -> Chunk | None:
+        """The chunk that `event` gives, if any. After the request's `Done`, `completion` is set.
+
+        Raises:
+            RequestError: the request failed.
+        """
+        match event:
+            case Tokens():
+                return self._tokens(event)
+            case Done():
+                return self._done(event)
+            case Prefill() if self._on_progress is not None:
+                self._on_progress(event.at, event.of)
+        return None
+
+    def _tokens(self, event: Tokens) -> Chunk | None:
+        self._ids.extend(event.ids)
+        self._logprobs.extend(event.logprobs)
+        if self.stopped_by is not None:
+            return None
+        text = ""
+        if self._detokenizer is not None:
+            text = self._visible(self._detokenizer.add([id for id in event.ids if id not in self._silent]))
+        return Chunk(text, event.ids, event.logprobs)
+
+    def _visible(self, text: str) -> str:
+        """The part of the pending text that can be shown; everything from a stop string on is dropped."""
+        assert self._stops is not None
+        visible, self.stopped_by = self._stops.add(text)
+        self._text.append(visible)
+        return visible
+
+    def _tail(self) -> str:
+        """What was held back, now that nothing follows."""
+        if self._detokenizer is None or self.stopped_by is not None:
+            return ""
+        assert self._stops is not None
+        tail = self._visible(self._detokenizer.finish())
+        if self.stopped_by is None:
+            rest = self._stops.finish()
+            self.stopped_by = self._stops.stopped_by
+            self._text.append(rest)
+            tail += rest
+        return tail
+
+    def _done(self, done: Done) -> Chunk | None:
+        fields = done.fields
+        if done.status == "err" and self.stopped_by is None:
+            rest = {key: value for key, value in fields.items() if key != "code"}
+            raise RequestError(str(fields.get("code", "internal")), rest, id=self.id)
+        tail = self._tail()
+        reason: FinishReason = "length"
+        stop: str | int | None = None
+        if self.stopped_by is not None:
+            reason, stop = "stop", self.stopped_by
+        elif done.status == "stop":
+            reason, stop = "stop", _integer(fields, "stop")
+        elif done.status == "cancelled":
+            reason = "cancelled"
+        self.completion = Completion(
+            text="".join(self._text),
+            ids=tuple(self._ids),
+            finish_reason=reason,
+            stop=stop,
+            limit=str(fields.get("limit", "n_gen")) if reason == "length" else None,
+            prompt_tokens=_integer(fields, "prompt") or 0,
+            cached_tokens=_integer(fields, "reused") or 0,
+            seed=_integer(fields, "seed"),
+            logprobs=tuple(self._logprobs),
+            timings={key: float(value) for key, value in fields.items() if _is_time(key, value)},
+            epoch=_integer(fields, "epoch") or 0,
+            id=self.id,
+        )
+        return Chunk(tail) if tail else None
+
+
+def _integer(fields: Mapping[str, Value], name: str) -> int | None:
+    value = fields.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _is_time(key: str, value: Value) -> bool:
+    return key.endswith("_s") and isinstance(value, int | float)

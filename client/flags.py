@@ -1,0 +1,130 @@
+"""The flags that several commands share, as data: names, help, and what they become.
+
+Names and meanings are llama.cpp's where it has the flag. `cli` makes options of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slotd.client.params import DEFAULTS, INT31, ParamDict, check_all
+from slotd.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option. `kind` is int, float or str; with `switch` it takes no value; `many`: repeatable.
+
+    `positive`: a whole number from 1 on.
+    """
+
+    names: Sequence[str]
+    help: str
+    kind: type = str
+    metavar: str | None = None
+    default: Any = None
+    positive: bool = False
+    switch: bool = False
+    many: bool = False
+
+
+MODEL_FLAGS = (
+    Flag(("-m", "--model"), "GGUF file. Default: SLOTD_MODEL, else a small one.", metavar="FILE"),
+    Flag(("--pre",), "Pre-tokenizer, in place of the one that the model names.", metavar="NAME"),
+    Flag(("-c", "--max-ctx"), "Context in tokens. Default: the model's own.", int, "N", positive=True),
+    Flag(("--chunk",), "Longest prefill piece, in tokens.", int, "N", positive=True),
+    Flag(("-ctk", "--cache-type-k"), "Type of cached keys: f32 or f16.", metavar="TYPE"),
+    Flag(("-ctv", "--cache-type-v"), "Type of cached values: f32 or f16.", metavar="TYPE"),
+    Flag(("--parallel",), "Most requests that run at once.", int, "N", positive=True),
+    Flag(("--exact",), "The bits of an answer do not depend on what runs beside it. Slower.", switch=True),
+    Flag(("--memory-limit",), "Most device memory, e.g. 4GiB.", metavar="SIZE"),
+)
+
+SAMPLING_FLAGS = (
+    Flag(("-n", "--max-tokens"), "Tokens to generate at most; -1: until the context is full.", int, "N", -1),
+    Flag(("--temp",), "Temperature; 0 always takes the best token.", float, "T", DEFAULTS["temperature"]),
+    Flag(("--top-k",), "Keep the K best tokens; 0 is off.", int, "K", DEFAULTS["top_k"]),
+    Flag(("--top-p",), "Keep the best tokens up to probability P; 1 is off.", float, "P", DEFAULTS["top_p"]),
+    Flag(("--min-p",), "Drop tokens below P times the best one; 0 is off.", float, "P", DEFAULTS["min_p"]),
+    Flag(("--repeat-penalty",), "Repetition penalty; 1 is off.", float, "X", DEFAULTS["repetition_penalty"]),
+    Flag(
+        ("--repeat-last-n",), "Last tokens that the penalties look at; -1 is all.",
+        int, "N", DEFAULTS["penalty_window"],
+    ),
+    Flag(("--frequency-penalty",), "Penalty for each time a token occurred.", float, "X", 0.0),
+    Flag(("--presence-penalty",), "Penalty for a token that occurred.", float, "X", 0.0),
+    Flag(("-s", "--seed"), "Seed; -1: a new one each time.", int, "N", -1),
+    Flag(("--logit-bias",), "Add BIAS to the logit of token ID. Repeatable.", metavar="ID:BIAS", many=True),
+    Flag(("--stop",), "End the answer before this text. Repeatable.", metavar="TEXT", many=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """The daemon's own flags, as they were given; None and False leave the daemon's default."""
+
+    max_ctx: int | None = None
+    chunk: int | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    parallel: int | None = None
+    exact: bool = False
+    memory_limit: str | None = None
+
+    def argv(self) -> list[str]:
+        """Arguments for ``slotd daemon``."""
+        return self.deciding() + self._sizing()
+
+    def deciding(self) -> list[str]:
+        """The arguments that can change the text of an answer."""
+        argv = [] if self.max_ctx is None else [f"--max-ctx={self.max_ctx}"]
+        argv += [] if self.cache_type_k is None else ["-ctk", self.cache_type_k]
+        argv += [] if self.cache_type_v is None else ["-ctv", self.cache_type_v]
+        return argv + (["--exact"] if self.exact else [])
+
+    def _sizing(self) -> list[str]:
+        given = {"--chunk": self.chunk, "--parallel": self.parallel, "--memory-limit": self.memory_limit}
+        return [f"{name}={value}" for name, value in given.items() if value is not None]
+
+
+def engine_args(given: Mapping[str, Any]) -> EngineArgs:
+    """The daemon's flags among the options of a command."""
+    return EngineArgs(**{name: given[name] for name in EngineArgs.__dataclass_fields__})
+
+
+def sampling_params(given: Mapping[str, Any]) -> ParamDict:
+    """The sampling flags among the options of a command, checked. ConfigError names what is wrong."""
+    window = given["repeat_last_n"]
+    params: ParamDict = {
+        "max_tokens": None if given["max_tokens"] == -1 else given["max_tokens"],
+        "temperature": given["temp"],
+        "top_k": given["top_k"],
+        "top_p": given["top_p"],
+        "min_p": given["min_p"],
+        "repetition_penalty": given["repeat_penalty"],
+        "penalty_window": INT31 if window == -1 else window,
+        "frequency_penalty": given["frequency_penalty"],
+        "presence_penalty": given["presence_penalty"],
+        "seed": None if given["seed"] == -1 else given["seed"],
+    }
+    if given["logit_bias"]:
+        params["logit_bias"] = _parse_biases(given["logit_bias"])
+    if given["stop"]:
+        params["stop"] = list(given["stop"])
+    return check_all(params)
+
+
+def _parse_biases(texts: Sequence[str]) -> dict[str, float]:
+    biases: dict[str, float] = {}
+    for text in texts:
+        token, _, bias = text.rpartition(":")
+        try:
+            value = float(bias)
+        except ValueError:
+            value = float("nan")
+        if not token or value != value or token in biases:
+            raise ConfigError(f"--logit-bias {text}: it is written ID:BIAS, as in 42:-5, once for each id")
+        biases[token] = value
+    return biases

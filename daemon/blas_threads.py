@@ -1,0 +1,31 @@
+"""How many threads the BLAS under NumPy may use. Import this before NumPy: it is read at load time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+#: Read by OpenBLAS, MKL and OpenMP builds of NumPy.
+VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may really use: its affinity, cut to the quota of its control group.
+
+    More threads than that only wait for each other, which costs a matrix product a multiple of its time.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cpu_max.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no control group, or another version of them
+    return cores
+
+
+def limit_blas_threads() -> None:
+    """Set the thread count for every BLAS, unless the user has set one."""
+    if not any(name in os.environ for name in VARIABLES):
+        for name in VARIABLES:
+            os.environ[name] = str(usable_cores())

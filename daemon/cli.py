@@ -1,0 +1,265 @@
+"""The daemon's command line: the source daemon's flags, and slotd's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from slotd.daemon.config import Config, Inactive, parse_size, parse_stream_fd
+from slotd.daemon.log import guard_stdout, setup_logging
+from slotd.protocol.errors import ConfigError, ModelError, SlotdError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_MODEL = 1, 2, 3
+
+#: Where a flag of the source or of a later version has no effect yet, and why.
+NO_DRAFT = "drafts and speculation are not in this version"
+NO_DEVICE_CHOICE = "the NumPy backend has no devices to choose from"
+NO_WINDOW = "full attention is used; sliding windows are not in this version"
+
+INACTIVE_FLAGS = {
+    **dict.fromkeys(("fast_rollback", "seq_verify", "ddtree", "ddtree_no_chain_seed"), NO_DRAFT),
+    **dict.fromkeys(("ddtree_budget", "ddtree_temp", "draft_swa", "draft_ctx_max"), NO_DRAFT),
+    "fa_window": NO_WINDOW,
+    **dict.fromkeys(("target_gpu", "draft_gpu"), NO_DEVICE_CHOICE),
+}
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(context_settings=CONTEXT)
+def main() -> None:
+    """The slotd engine process. `slotd daemon` and `slotd inspect` end up here."""
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("arguments", nargs=-1, metavar="[TARGET [DRAFT [PROMPT.bin N OUT.bin]]]")
+@click.option(
+    "-m", "--model", "model", envvar="SLOTD_MODEL", metavar="FILE", help="Target GGUF, instead of TARGET."
+)
+@click.option(
+    "--daemon", "as_daemon", is_flag=True, help="Serve the line protocol (the default without PROMPT.bin)."
+)
+@click.option(
+    "-c", "--max-ctx", type=int, envvar="SLOTD_MAX_CTX", help="Positions per sequence [default: the model's]."
+)
+@click.option(
+    "--chunk",
+    type=int,
+    default=128,
+    show_default=True,
+    envvar="SLOTD_CHUNK",
+    help="Longest prefill piece, in tokens.",
+)
+@click.option(
+    "-np",
+    "--parallel",
+    "--max-concurrency",
+    "parallel",
+    type=int,
+    default=4,
+    show_default=True,
+    envvar="SLOTD_PARALLEL",
+    help="Most requests that run at once.",
+)
+@click.option(
+    "--slots",
+    type=int,
+    default=8,
+    show_default=True,
+    envvar="SLOTD_SLOTS",
+    help="Snapshot slots, at most 64.",
+)
+@click.option(
+    "-ctk",
+    "--cache-type-k",
+    "k_type",
+    default="f32",
+    show_default=True,
+    envvar="SLOTD_CACHE_TYPE_K",
+    help="Type of cached keys: f32 or f16.",
+)
+@click.option(
+    "-ctv",
+    "--cache-type-v",
+    "v_type",
+    default="f32",
+    show_default=True,
+    envvar="SLOTD_CACHE_TYPE_V",
+    help="Type of cached values: f32 or f16.",
+)
+@click.option(
+    "--exact",
+    is_flag=True,
+    envvar="SLOTD_EXACT",
+    help="The bits of a token do not depend on what is computed beside it. Slower.",
+)
+@click.option(
+    "--memory-limit", envvar="SLOTD_MEMORY_LIMIT", metavar="SIZE", help="Most device memory, e.g. 4GiB."
+)
+@click.option("--backend", default="auto", show_default=True, envvar="SLOTD_BACKEND", help="auto or numpy.")
+@click.option(
+    "--stream-fd", metavar="FD", help="Inherited descriptor for token ids, or - for [tok] lines on stdout."
+)
+@click.option(
+    "--max-line",
+    default="16MiB",
+    show_default=True,
+    envvar="SLOTD_MAX_LINE",
+    metavar="SIZE",
+    help="Longest command line.",
+)
+@click.option(
+    "--max-stall",
+    type=float,
+    default=60.0,
+    show_default=True,
+    envvar="SLOTD_MAX_STALL",
+    metavar="MS",
+    help="Longest gap a prefill piece should put into another answer, in milliseconds.",
+)
+@click.option(
+    "--stall-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    envvar="SLOTD_STALL_TIMEOUT",
+    metavar="S",
+    help="Cancel a request whose reader has taken nothing for so long, in seconds.",
+)
+@click.option("-v", "--verbose", count=True, help="More log on stderr (-vv: everything).")
+@click.option("--fast-rollback", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
+@click.option("--seq-verify", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
+@click.option("--ddtree", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
+@click.option("--ddtree-budget", type=click.IntRange(1, 1024), help=f"Accepted; {NO_DRAFT}.")
+@click.option("--ddtree-temp", type=click.FloatRange(0, 100), help=f"Accepted; {NO_DRAFT}.")
+@click.option("--ddtree-no-chain-seed", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
+@click.option("--draft-swa", type=click.IntRange(0), help=f"Accepted; {NO_DRAFT}.")
+@click.option("--draft-ctx-max", type=click.IntRange(1), help=f"Accepted; {NO_DRAFT}.")
+@click.option("--fa-window", type=click.IntRange(0), help=f"Accepted; {NO_WINDOW}.")
+@click.option("--target-gpu", "--target-gpus", "target_gpu", help=f"Accepted; {NO_DEVICE_CHOICE}.")
+@click.option("--draft-gpu", help=f"Accepted; {NO_DEVICE_CHOICE}.")
+def daemon(arguments: tuple[str, ...], **flags: Any) -> None:
+    """Serve TARGET over the line protocol (see PROTOCOL.md), or answer PROMPT.bin once.
+
+    The one-shot form reads raw little-endian int32 ids from PROMPT.bin, generates N ids and writes them to
+    OUT.bin; its exit code is 1 at the first failure.
+    """
+    setup_logging(flags["verbose"])
+    _run(lambda: _daemon(arguments, flags), flags["verbose"])
+
+
+def _daemon(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
+    target, draft, once = split_arguments(arguments, flags["as_daemon"])
+    config = make_config(target, draft, flags)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # until the loop has handlers of its own
+        signal.signal(number, lambda *_: os._exit(0))
+    stdout_fd = guard_stdout()  # before the libraries below: one of them might print when it is imported
+    from slotd.daemon.serve import end_process, run_once, serve
+
+    if once is not None:
+        return run_once(config, *once)
+    end_process(serve(config, stdout_fd))
+    return 0
+
+
+def split_arguments(
+    arguments: tuple[str, ...], as_daemon: bool
+) -> tuple[str | None, str | None, tuple[str, int, str] | None]:
+    """(target, draft, one-shot (prompt, n, out) or None) from the positional words of the source's form.
+
+    Raises:
+        ConfigError: a number of words that means nothing.
+    """
+    if len(arguments) == 5:
+        if as_daemon:
+            raise ConfigError("--daemon takes TARGET and DRAFT only, not a one-shot prompt")
+        prompt, n_gen, out = arguments[2:]
+        if not n_gen.isdecimal() or int(n_gen) > 2**31 - 1:
+            raise ConfigError(f"N {n_gen!r}: must be a number of tokens, 0 to {2**31 - 1}")
+        return arguments[0], arguments[1], (prompt, int(n_gen), out)
+    if len(arguments) > 2:
+        raise ConfigError(
+            f"{len(arguments)} arguments: give TARGET [DRAFT], or TARGET DRAFT PROMPT.bin N OUT.bin"
+        )
+    padded = (*arguments, None, None)
+    return padded[0], padded[1], None
+
+
+def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) -> Config:
+    """The checked configuration.
+
+    Raises:
+        ConfigError: naming the flag and what is allowed.
+    """
+    model = target or flags["model"]
+    if not model:
+        raise ConfigError(
+            "no model: give TARGET, -m FILE or SLOTD_MODEL (`slotd fetch` gets the default one)"
+        )
+    if flags["backend"] not in ("auto", "numpy"):
+        raise ConfigError(f"--backend {flags['backend']!r}: this version has numpy only (auto chooses it)")
+    stream_fd, limit = flags["stream_fd"], flags["memory_limit"]
+    return Config(
+        model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
+        slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
+        memory_limit=None if limit is None else parse_size("--memory-limit", limit),
+        stream_fd=None if stream_fd is None else parse_stream_fd(stream_fd),
+        max_line=parse_size("--max-line", flags["max_line"]), max_stall=flags["max_stall"] / 1000,
+        stall_timeout=flags["stall_timeout"], inactive=collect_inactive(draft, flags),
+    )  # fmt: skip
+
+
+def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive, ...]:
+    """What was asked for and has no effect in this version."""
+    found = []
+    if draft is not None:
+        missing = "" if os.path.exists(draft) else "no such file; "
+        found.append(Inactive("DRAFT", draft, missing + NO_DRAFT))
+    for name, reason in INACTIVE_FLAGS.items():
+        value = flags[name]
+        if value in (None, False) or (name == "fa_window" and value == 0):
+            continue  # not asked for; a window of 0 is full attention
+        found.append(Inactive("--" + name.replace("_", "-"), "" if value is True else str(value), reason))
+    return tuple(found)
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("file", type=click.Path())
+@click.option("--ctx", type=int, help="Context length for the memory figures [default: the model's].")
+@click.option(
+    "-ctk", "--cache-type-k", "k_type", default="f32", show_default=True, help="Type of cached keys."
+)
+@click.option(
+    "-ctv", "--cache-type-v", "v_type", default="f32", show_default=True, help="Type of cached values."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> None:
+    """Print what a GGUF file is, what it needs, and whether slotd can run it (exit code 3 when not)."""
+    _run(lambda: _inspect(file, ctx, k_type, v_type, as_json), 0)
+
+
+def _inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> int:
+    from slotd.daemon.weights.inspection import inspect_file
+
+    report = inspect_file(file, ctx=ctx, k_type=k_type, v_type=v_type)
+    click.echo(report.to_json() if as_json else report.to_text())
+    return 0 if report.runnable else EXIT_MODEL
+
+
+def _run(work: Callable[[], int], verbosity: int) -> None:
+    """Run, and turn a typed error into one line on stderr and its exit code."""
+    try:
+        code = work()
+    except SlotdError as error:
+        if verbosity:
+            traceback.print_exc()
+        print(f"slotd: {error}", file=sys.stderr)
+        code = {ConfigError: EXIT_USAGE, ModelError: EXIT_MODEL}.get(type(error), EXIT_FAILED)
+    sys.exit(code)

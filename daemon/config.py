@@ -1,0 +1,113 @@
+"""What a daemon process is started with, checked.
+
+A flag beats its environment variable, which beats the default. A wrong value is a `ConfigError` that
+names the flag and what is allowed; nothing is ever ignored in silence: what this version cannot do is
+collected as `Inactive` and reported.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slotd.protocol.errors import ConfigError
+
+#: Largest context that is taken: positions are int32 and K/V of more would fit no machine.
+MAX_CTX_LIMIT = 1 << 24
+
+#: Largest number of slots, as in the source.
+MAX_SLOTS = 64
+
+KIB_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Inactive:
+    """Something the command line asked for that this version does not do."""
+
+    name: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{'=' + self.value if self.value else ''} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of one daemon.
+
+    Attributes:
+        model: path of the target GGUF.
+        max_ctx: positions per sequence; None = the model's own length.
+        chunk: longest prefill piece, tokens.
+        parallel: most requests that run at once.
+        slots: snapshot slots.
+        k_type, v_type: K/V cache types.
+        exact: a row's bits do not depend on its neighbours.
+        memory_limit: bytes of device memory, None = no limit.
+        stream_fd: descriptor of the token stream, "-" = lines on stdout, None = none.
+        max_line: longest command line, bytes.
+        max_stall: longest gap that a prefill piece should put into another answer, seconds.
+        stall_timeout: seconds a reader may be behind before its request is cancelled.
+        inactive: what was asked for and is not there.
+    """
+
+    model: Path
+    max_ctx: int | None = None
+    chunk: int = 128
+    parallel: int = 4
+    slots: int = 8
+    k_type: str = "f32"
+    v_type: str = "f32"
+    exact: bool = False
+    memory_limit: int | None = None
+    stream_fd: int | str | None = None
+    max_line: int = 16 << 20
+    max_stall: float = 0.06
+    stall_timeout: float = 60.0
+    inactive: tuple[Inactive, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_ctx is not None:
+            check_range("--max-ctx", self.max_ctx, 2, MAX_CTX_LIMIT)
+        check_range("--chunk", self.chunk, 1, 1 << 20)
+        check_range("--parallel", self.parallel, 1, 64)
+        check_range("--slots", self.slots, 1, MAX_SLOTS)
+        check_range("--max-line", self.max_line, 64, 1 << 30)
+        if not 0 < self.max_stall <= 60:
+            raise ConfigError(f"--max-stall {1000 * self.max_stall:g} ms: must be over 0 and at most 60000")
+        if not 0 < self.stall_timeout <= 86400:
+            raise ConfigError(f"--stall-timeout {self.stall_timeout:g} s: must be over 0 and at most 86400")
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise ConfigError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} {value}: must be {low} to {high}")
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes from "24GiB", "512M", "1.5g" or a plain number (1024-based in every spelling).
+
+    Raises:
+        ConfigError: not a size, or not above zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"{name} {text!r}: must be a size above 0 such as 24GiB, 512M or 1000000")
+    return int(float(match[1]) * 1024 ** KIB_POWERS[match[2]])
+
+
+def parse_stream_fd(text: str) -> int | str:
+    """A descriptor number, or "-" for lines on stdout.
+
+    Raises:
+        ConfigError: anything else, or a standard descriptor.
+    """
+    if text == "-":
+        return text
+    if not text.isdecimal() or int(text) < 3:
+        raise ConfigError(f"--stream-fd {text!r}: must be an inherited descriptor of at least 3, or -")
+    return int(text)

@@ -1,0 +1,382 @@
+"""The engine: one model, its sequences and slots, and the one primitive, forward and commit over rows.
+
+Used by one thread. A programming error (a bad path, an unknown sequence) is a ValueError; everything that
+can happen to a correct caller has a type of its own. When a call raises, the committed state of every
+sequence is what it was before; open rows of the sequences named in the call are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.kv.batches import build_batch
+from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.slots import Slot, Slots
+from slotd.daemon.kv.store import PageStore
+from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
+from slotd.daemon.models.model import Interrupt, Model
+from slotd.daemon.models.registry import load_model
+from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
+from slotd.daemon.row_checks import check_path, check_rows, row_counts
+from slotd.daemon.rows import Kind, Rows
+from slotd.daemon.sequence import Sequence
+from slotd.daemon.weights.reader import ModelFile, open_model
+from slotd.protocol.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a forward returns.
+
+    Attributes:
+        logits: float32 [m, n_vocab], one row for each row of the call that wanted them, in call order.
+        rows: int64 [m], index of these rows in the call.
+    """
+
+    logits: npt.NDArray[np.float32]
+    rows: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """The open forward of a sequence: its rows are start .. start+n-1 of that call."""
+
+    start: int
+    tokens: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]  # counted in the call, as the path is
+
+
+class Engine:
+    """One loaded model.
+
+    Args:
+        file: the open model file; may be closed afterwards.
+        memory: the ledger; default: one without a limit.
+        k_type, v_type: how K and V are stored, by name.
+        max_ctx: most positions of a sequence; default: what the model was made for.
+        exact: make the bits of a row independent of the rows beside it.
+        n_slots: number of slots.
+
+    Raises:
+        ConfigError: unknown K/V type, or a BLAS that cannot keep `exact`.
+        ModelError: an architecture without code.
+        OutOfDeviceMemory: the weights do not fit.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        *,
+        memory: DeviceMemory | None = None,
+        k_type: str = "f32",
+        v_type: str = "f32",
+        max_ctx: int | None = None,
+        exact: bool = False,
+        n_slots: int = 8,
+    ) -> None:
+        self.hyper = h = file.hyper
+        self.max_ctx = h.n_ctx_train if max_ctx is None else max_ctx
+        self.memory = memory or DeviceMemory()
+        self.store = PageStore(
+            self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
+        )
+        self.slots = Slots(self.store.pages, n_slots)
+        self.identity = file.identity
+        self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
+        self._path = file.path
+        self._ops = NumpyOps(self.memory, exact)
+        self._loaded: Model | None = load_model(file, self._ops, self.memory)
+        self._sequences: set[Sequence] = set()
+        self._open: dict[Sequence, _Open] = {}
+        if exact:
+            self._check_exact()
+
+    # ----- the weights
+
+    @property
+    def parked(self) -> bool:
+        """Whether the weights are away."""
+        return self._loaded is None
+
+    def park(self) -> bool:
+        """Give the memory of the weights back; sequences and slots stay. False when they are away already."""
+        if self._loaded is None:
+            return False
+        self._loaded = None
+        self.memory.trim()
+        return True
+
+    def unpark(self) -> bool:
+        """Load the weights again. False when they are here.
+
+        Raises:
+            ModelError: the file is not the one that was loaded at start.
+            OutOfDeviceMemory: they do not fit now.
+        """
+        if self._loaded is not None:
+            return False
+        with open_model(self._path) as file:
+            if file.identity != self.identity:
+                raise ModelError(f"{self._path}: the file has changed since the daemon started")
+            self._loaded = load_model(file, self._ops, self.memory)
+        return True
+
+    @property
+    def _model(self) -> Model:
+        if self._loaded is None:
+            raise ValueError("the weights are parked")
+        return self._loaded
+
+    # ----- sequences
+
+    def open(self) -> Sequence:
+        """A new, empty sequence."""
+        sequence = Sequence()
+        self._sequences.add(sequence)
+        return sequence
+
+    def close(self, sequence: Sequence) -> None:
+        """End a sequence; its pages go unless a slot or another sequence holds them."""
+        self.drop(sequence)
+        self._sequences.remove(sequence)
+        self.store.pages.release(sequence.pages)
+        sequence.pages = []
+
+    def reserve(self, sequence: Sequence, n_tokens: int, site: str | None = None) -> None:
+        """Pages for n_tokens places in all, so that forwards up to there never need one.
+
+        Raises:
+            OutOfDeviceMemory: at `site`, when one is given; the sequence has the pages it had.
+        """
+        self._known(sequence)
+        if site is None:
+            self._extend(sequence, n_tokens)
+            return
+        with self.memory.site(site):
+            self._extend(sequence, n_tokens)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget the open rows, if any."""
+        self._known(sequence)
+        self._open.pop(sequence, None)
+        sequence.open_rows = 0
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget everything behind `length` committed tokens, reserved pages included.
+
+        Right for models whose only memory is K/V; all that this engine loads are.
+        """
+        self.drop(sequence)
+        if not 0 <= length <= len(sequence):
+            raise ValueError(f"cannot truncate {len(sequence)} tokens to {length}")
+        del sequence.tokens[length:]
+        keep = pages_for(length)
+        self.store.pages.release(sequence.pages[keep:])
+        del sequence.pages[keep:]
+
+    def fork(self, source: Sequence | Slot, length: int | None = None) -> Sequence:
+        """A new sequence with the first `length` committed tokens of another, sharing its pages."""
+        length = len(source) if length is None else length
+        if isinstance(source, Sequence):
+            self._known(source)
+        if not 0 <= length <= len(source):
+            raise ValueError(f"cannot fork {length} of {len(source)} tokens")
+        pages = list(source.pages[: pages_for(length)])
+        self.store.pages.share(pages)
+        sequence = self.open()
+        sequence.tokens = source.tokens[:length]
+        sequence.pages = pages
+        return sequence
+
+    # ----- the one primitive
+
+    def forward(self, rows: Rows, kind: Kind, interrupt: Interrupt | None = None) -> Outputs:
+        """Compute rows behind the committed end of their sequences and leave them open.
+
+        Open rows of these sequences are dropped first. `interrupt` is asked between layers.
+
+        Raises:
+            ValueError: malformed rows.
+            OutOfDeviceMemory: sites prefill_build, prefill_embed, prefill_compute; decode (one row for
+                each sequence); verify (more).
+            Interrupted: interrupt() said so.
+        """
+        check_rows(rows, kind, self.hyper.n_vocab, self.max_ctx)
+        for sequence in rows.sequences:
+            self._known(sequence)
+        for sequence in rows.sequences:
+            self.drop(sequence)
+        if kind is Kind.PROMPT:
+            outputs = self._forward_prompt(rows, interrupt)
+        else:
+            with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
+                self._make_writable(rows)
+                outputs = self._compute(rows, self._model.embed(rows.tokens), interrupt)
+        start = 0
+        for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
+            inside = slice(start, start + n)
+            self._open[sequence] = _Open(start, rows.tokens[inside], rows.parents[inside])
+            sequence.open_rows = n
+            start += n
+        return outputs
+
+    def commit(self, sequence: Sequence, path: SequenceOf[int]) -> None:
+        """Make a root path of rows of the last call permanent, in order; the other rows are forgotten.
+
+        path: row numbers of that call, each the child of the one before, the first one a child of the
+        committed end.
+
+        Raises:
+            ValueError: no forward is open, or not such a path; nothing has changed then.
+            OutOfDeviceMemory: site commit; the rows stay open.
+        """
+        self._known(sequence)
+        opened = self._open.get(sequence)
+        if opened is None:
+            raise ValueError("no forward is open on this sequence")
+        local = check_path(opened.parents, opened.start, path)
+        with self.memory.site("commit"):
+            self._move(sequence, local)
+        sequence.tokens.extend(opened.tokens[local].tolist())
+        self.drop(sequence)
+
+    # ----- slots
+
+    def snapshot(
+        self,
+        number: int,
+        sequence: Sequence,
+        logits: npt.NDArray[np.float32] | None = None,
+        length: int | None = None,
+    ) -> Slot:
+        """Keep the first `length` committed tokens (default: all) in a slot, with the logits that follow.
+
+        Raises:
+            ValueError: no slot of this number, or more tokens than there are.
+            OutOfDeviceMemory: site snapshot; the slot holds what it held.
+        """
+        self._known(sequence)
+        length = len(sequence) if length is None else length
+        if not 0 <= length <= len(sequence):
+            raise ValueError(f"cannot keep {length} of {len(sequence)} tokens")
+        with self.memory.site("snapshot"):
+            kept = None
+            if logits is not None:
+                kept = self.memory.empty(logits.shape, tag="snapshot")
+                kept[...] = logits
+            slot = Slot(sequence.tokens[:length], tuple(sequence.pages[: pages_for(length)]), kept)
+            self.slots.put(number, slot)
+        return slot
+
+    def restore(self, number: int) -> Sequence:
+        """A new sequence with all that a slot holds.
+
+        Raises:
+            KeyError: the slot is empty.
+            OutOfDeviceMemory: site restore.
+        """
+        with self.memory.site("restore"):
+            return self.fork(self.slots[number])
+
+    def free_slot(self, number: int) -> bool:
+        """Empty a slot; whether it held something."""
+        return self.slots.free(number)
+
+    # ----- memory
+
+    def trim(self) -> int:
+        """Give back segments without a used page and all cached blocks. Returns the bytes released."""
+        self.store.trim()
+        return self.memory.trim()
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes: total, free, cached, live by tag; pages: in use, free, tokens in each, bytes of each."""
+        pages = self.store.pages
+        return {
+            "total": self.memory.total,
+            "free": self.memory.free,
+            "cached": self.memory.cached,
+            "live": dict(self.memory.by_tag),
+            "pages_used": pages.n_used,
+            "pages_free": pages.n_free,
+            "page_tokens": PAGE,
+            "page_bytes": PAGE * self.store.bytes_per_token,
+        }
+
+    # ----- inside
+
+    def _forward_prompt(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
+        with self.memory.site("prefill_embed"):
+            x = self._model.embed(rows.tokens)
+        with self.memory.site("prefill_build"):
+            self._make_writable(rows)
+        with self.memory.site("prefill_compute"):
+            return self._compute(rows, x, interrupt)
+
+    def _compute(self, rows: Rows, x: npt.NDArray[np.float32], interrupt: Interrupt | None) -> Outputs:
+        batch = build_batch(rows, self.store)
+        wanted = np.flatnonzero(rows.logits)
+        # exp(-gate) may pass the largest float32 (silu is 0 then); values that are not finite show in the
+        # logits, where the caller looks for them.
+        with np.errstate(over="ignore", invalid="ignore"):
+            hidden = self._model.forward(x, batch, interrupt)
+            return Outputs(self._model.logits(hidden[wanted]), wanted)
+
+    def _make_writable(self, rows: Rows) -> None:
+        """Every page that the rows go to is there, private, and zero behind the committed end."""
+        for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
+            length, end = len(sequence), len(sequence) + n
+            self._extend(sequence, end)
+            for index in range(length // PAGE, pages_for(end)):
+                start = max(0, length - index * PAGE)
+                if self.store.pages.references(sequence.pages[index]) > 1:
+                    self._make_private(sequence, index, start)
+                self.store.prepare(sequence.pages[index], start, min(PAGE, end - index * PAGE))
+
+    def _make_private(self, sequence: Sequence, index: int, n: int) -> None:
+        """Replace a shared page of the page table by a copy of its first n places."""
+        shared = sequence.pages[index]
+        try:
+            (page,) = self.store.allocate(1)
+        except OutOfDeviceMemory:
+            if index == len(sequence.pages) - 1:
+                raise
+            page = sequence.pages.pop()  # admission reserves one page more than the tokens need
+        self.store.copy(shared, page, n)
+        sequence.pages[index] = page
+        self.store.pages.release([shared])
+
+    def _extend(self, sequence: Sequence, n_tokens: int) -> None:
+        missing = pages_for(n_tokens) - len(sequence.pages)
+        if missing > 0:
+            last = sequence.pages[-1] if sequence.pages else None
+            sequence.pages += self.store.allocate(missing, last)
+
+    def _move(self, sequence: Sequence, local: npt.NDArray[np.int64]) -> None:
+        length = len(sequence)
+        moved = [(row, i) for i, row in enumerate(local.tolist()) if row != i]
+        if moved:
+            self._ops.kv_move(
+                [self._place(sequence, length + row) for row, _ in moved],
+                [self._place(sequence, length + i) for _, i in moved],
+            )
+
+    def _place(self, sequence: Sequence, place: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        return self.store.place(sequence.pages[place // PAGE], place % PAGE)
+
+    def _known(self, sequence: Sequence) -> None:
+        if sequence not in self._sequences:
+            raise ValueError("not an open sequence of this engine")
+
+    def _check_exact(self) -> None:
+        checked: set[tuple[int, ...]] = set()
+        for weight in self._model.linear_weights():
+            if weight.size >= BIG_WEIGHT and weight.shape not in checked:
+                checked.add(weight.shape)
+                self._ops.check_exact(weight)

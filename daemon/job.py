@@ -1,0 +1,108 @@
+"""A prompt on its way through the scheduler."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.account import Account
+from slotd.daemon.link import Key, Submit
+from slotd.daemon.sampling import Sampler
+from slotd.daemon.sequence import Sequence
+from slotd.protocol.errors import Value
+from slotd.protocol.messages import Prompt, Restore
+
+
+class Phase(enum.Enum):
+    """Where a job stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Job:
+    """One prompt: what was asked, how far it is, and what it produced.
+
+    Args:
+        submit: the front's message; its command is a Prompt or Restore with checked fields.
+        max_ctx: positions a sequence may have.
+        eos_ids: ids at which the model ends a text.
+        clock: seconds, monotonic, the clock of `submit.submitted_at`.
+    """
+
+    def __init__(
+        self, submit: Submit, max_ctx: int, eos_ids: frozenset[int], clock: Callable[[], float]
+    ) -> None:
+        assert isinstance(submit.command, Prompt)
+        assert submit.ids is not None
+        self.key: Key = submit.key
+        self.command: Prompt = submit.command
+        self.ids: npt.NDArray[np.int32] = submit.ids
+        self.flags = submit.flags
+        self.account = Account(clock, submit.submitted_at)
+        self.phase = Phase.WAITING
+        self.sequence: Sequence | None = None
+        self.reused = 0
+        self.n_gen = min(self.command.n_gen, max_ctx - len(self.ids))
+        self.produced: list[int] = []
+        self.history: array[int] = array("i", self.ids.tobytes())
+        seed = self.command.sampling.seed
+        self.seed = secrets.randbits(64) if seed is None else seed
+        self.sampler = Sampler(self.command.sampling, self.seed)
+        self.stop_ids = frozenset(self.command.stop) | (frozenset() if self.command.ignore_eos else eos_ids)
+        self.snap_done = self.command.snap is None
+        self.restored_logits: npt.NDArray[np.float32] | None = None  # when a slot held the whole prompt
+
+    @property
+    def running_sequence(self) -> Sequence:
+        """The sequence of a job that was admitted."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
+    def restore_slot(self) -> int | None:
+        """The slot this job starts from, None for a bare prompt."""
+        return self.command.slot if isinstance(self.command, Restore) else None
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens that are in the cache."""
+        return 0 if self.sequence is None else min(len(self.sequence), len(self.ids))
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Ids that may not be chosen now: nothing ends the answer before min_tokens."""
+        return self.stop_ids if len(self.produced) < self.command.min_tokens else frozenset()
+
+    def take(self, token: int) -> None:
+        """One more generated token."""
+        self.produced.append(token)
+        self.history.append(token)
+
+    def ending(self) -> tuple[str, dict[str, Value]] | None:
+        """(status, reason field) when the last token ended the answer, else None."""
+        if self.produced and self.produced[-1] in self.stop_ids:
+            return "stop", {"stop": self.produced[-1]}
+        if len(self.produced) >= self.n_gen:
+            return "length", {"limit": "n_gen" if self.n_gen == self.command.n_gen else "max_ctx"}
+        return None
+
+    def summary(self, epoch: int) -> dict[str, Value]:
+        """Counts, epoch, seed and time account of this job's [done] line, in wire order."""
+        return {
+            "prompt": len(self.ids), "reused": self.reused, "gen": len(self.produced),
+            "epoch": epoch, "seed": self.seed, **self.account.close(),
+        }  # fmt: skip
+
+    def report(self) -> dict[str, object]:
+        """How far it is, for STATUS."""
+        return {
+            "id": self.key if isinstance(self.key, str) else None, "phase": self.phase.value,
+            "prompt": len(self.ids), "at": self.prefilled, "reused": self.reused, "gen": len(self.produced),
+        }  # fmt: skip

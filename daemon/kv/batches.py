@@ -1,0 +1,64 @@
+"""From rows and page tables to the batch that the ops read."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.store import PageStore
+from slotd.daemon.ops.batch import Batch, Span
+from slotd.daemon.row_checks import is_chain, row_counts
+from slotd.daemon.rows import COMMITTED_END, Rows
+from slotd.daemon.sequence import Sequence
+
+
+def build_batch(rows: Rows, store: PageStore) -> Batch:
+    """Positions, places and views for a call. Every sequence has the pages for all its rows."""
+    committed = np.array([len(sequence) for sequence in rows.sequences], dtype=np.int64)
+    positions = committed[rows.owner] + rows.depths
+    spans = []
+    start = 0
+    for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
+        parents = rows.parents[start : start + n]
+        local = np.where(parents == COMMITTED_END, COMMITTED_END, parents - start)
+        spans.append(_span(sequence, start, local, positions[start : start + n], store))
+        start += n
+    return Batch(rows.tokens, positions, tuple(spans))
+
+
+def _span(
+    sequence: Sequence,
+    start: int,
+    parents: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int64],
+    store: PageStore,
+) -> Span:
+    n, length = len(parents), len(sequence)
+    table = sequence.pages[: pages_for(length + n)]
+    runs = tuple(store.runs(table))
+    pieces = tuple(store.pieces(table, length, n, start))
+    if is_chain(parents):
+        return Span(start, positions, runs, pieces, len(table), None)
+    shared = length // PAGE
+    return Span(start, positions, runs, pieces, shared, _tail(parents, length - shared * PAGE))
+
+
+def _tail(parents: npt.NDArray[np.int32], committed: int) -> npt.NDArray[np.int64]:
+    """For each row and position of the tail tiles its place in them; `committed` places come first.
+
+    Behind the row's own position its own place stands, masked: nobody else's values come near its sums.
+    """
+    n = len(parents)
+    ancestors = np.repeat(np.arange(n)[:, None], n, axis=1)
+    depth = np.zeros(n, dtype=np.int64)
+    for row, parent in enumerate(parents.tolist()):
+        if parent != COMMITTED_END:
+            depth[row] = depth[parent] + 1
+            ancestors[row, : depth[row]] = ancestors[parent, : depth[row]]
+    tail = np.empty((n, pages_for(committed + int(depth.max()) + 1) * PAGE), dtype=np.int64)
+    tail[:, :committed] = np.arange(committed)
+    tail[:, committed:] = committed + np.arange(n)[:, None]
+    known = min(n, tail.shape[1] - committed)
+    tail[:, committed : committed + known] = committed + ancestors[:, :known]
+    return tail

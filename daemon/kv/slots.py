@@ -1,0 +1,81 @@
+"""Slots: numbered snapshots that share pages with the sequences they were taken from.
+
+A slot costs references, not copies: the pages below its length never change while it holds them, because a
+sequence copies a shared page before it writes there. Content changes by allocate-then-swap: the new
+snapshot is complete before the old one is let go, so a failed one destroys nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.kv.pages import Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One snapshot.
+
+    Attributes:
+        tokens: the ids it covers.
+        pages: pages that hold their K/V, the last one possibly in part; one reference each.
+        logits: float32 [n_vocab] of the token that follows, or None; a restore without new tokens needs them.
+    """
+
+    tokens: array[int]
+    pages: tuple[int, ...]
+    logits: npt.NDArray[np.float32] | None
+
+    def __len__(self) -> int:
+        """Its length, in tokens."""
+        return len(self.tokens)
+
+
+class Slots(Mapping[int, Slot]):
+    """The filled slots by number.
+
+    Args:
+        pages: where the references are counted.
+        n_slots: how many there may be, 0 .. n_slots-1.
+    """
+
+    def __init__(self, pages: Pages, n_slots: int) -> None:
+        self.n_slots = n_slots
+        self._pages = pages
+        self._slots: dict[int, Slot] = {}
+
+    def __getitem__(self, number: int) -> Slot:
+        return self._slots[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._slots))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def put(self, number: int, slot: Slot) -> None:
+        """Fill a slot; it takes its own references, then the old content goes.
+
+        Raises:
+            ValueError: no slot of this number.
+        """
+        if not 0 <= number < self.n_slots:
+            raise ValueError(f"slot {number} is not below {self.n_slots}")
+        self._pages.share(slot.pages)
+        old = self._slots.get(number)
+        self._slots[number] = slot
+        if old is not None:
+            self._pages.release(old.pages)
+
+    def free(self, number: int) -> bool:
+        """Empty a slot; whether it held something."""
+        slot = self._slots.pop(number, None)
+        if slot is None:
+            return False
+        self._pages.release(slot.pages)
+        return True

@@ -1,0 +1,161 @@
+"""Page storage: segments of pages in the K/V types, taken from the ledger as needed.
+
+A page that is handed out still holds what its last owner wrote. Attention masks those places, but a masked
+NaN stays a NaN (0 * NaN), so places behind the committed end are set to zero before a call reads the page:
+`prepare`. How far a page may be unclean is kept as one number for each page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
+from slotd.daemon.kv.element_types import KvType
+from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.ops.batch import Array, Piece, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Storage of SEGMENT_PAGES pages, one allocation.
+
+    Attributes:
+        k: [n_layer, SEGMENT_PAGES, n_head_kv, PAGE, head_dim] in the K type.
+        v: [n_layer, SEGMENT_PAGES, n_head_kv, PAGE, value_dim] in the V type.
+        unclean: for each page, the number of places from the front that may not be zero.
+    """
+
+    k: Array
+    v: Array
+    unclean: list[int]
+
+
+class PageStore:
+    """Pages with their K/V.
+
+    Args:
+        memory: the ledger.
+        n_layer, n_head_kv, head_dim, value_dim: of the model.
+        k_type, v_type: how K and V are stored.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        n_layer: int,
+        n_head_kv: int,
+        head_dim: int,
+        value_dim: int,
+        k_type: KvType,
+        v_type: KvType,
+    ) -> None:
+        self.pages = Pages()
+        self._memory = memory
+        self._segments: dict[int, Segment] = {}
+        shape = (n_layer, SEGMENT_PAGES, n_head_kv, PAGE)
+        self._k_shape, self._k_type = (*shape, head_dim), k_type
+        self._v_shape, self._v_type = (*shape, value_dim), v_type
+        self.bytes_per_token = k_type.bytes_per_token(n_layer, n_head_kv, head_dim) + v_type.bytes_per_token(
+            n_layer, n_head_kv, value_dim
+        )
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of one segment."""
+        return self.bytes_per_token * PAGE * SEGMENT_PAGES
+
+    # ----- taking and giving back
+
+    def allocate(self, n: int, after: int | None = None) -> list[int]:
+        """n pages with one owner each, contents undefined; grows by whole segments.
+
+        Raises:
+            OutOfDeviceMemory: no room for another segment; nothing has changed then.
+        """
+        added: list[int] = []
+        try:
+            while self.pages.n_free < n:
+                added.append(self._add_segment())
+        except BaseException:
+            self._remove_segments(added)
+            raise
+        return self.pages.allocate(n, after)
+
+    def trim(self) -> int:
+        """Give segments without a used page back to the ledger's pool. Returns their bytes."""
+        free = self.pages.free_segments()
+        free = [segment for segment in free if segment in self._segments]
+        self._remove_segments(free)
+        return len(free) * self.segment_bytes
+
+    def _add_segment(self) -> int:
+        block = self._memory.empty((self.segment_bytes,), np.uint8, tag="kv")
+        k_bytes = int(np.prod(self._k_shape)) * self._k_type.dtype.itemsize
+        number = self.pages.add_segment()
+        self._segments[number] = Segment(
+            k=block[:k_bytes].view(self._k_type.dtype).reshape(self._k_shape),
+            v=block[k_bytes:].view(self._v_type.dtype).reshape(self._v_shape),
+            unclean=[PAGE] * SEGMENT_PAGES,
+        )
+        return number
+
+    def _remove_segments(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.pages.remove_segment(number)
+            del self._segments[number]
+
+    # ----- contents
+
+    def prepare(self, page: int, start: int, stop: int) -> None:
+        """Before rows are written to places start..stop-1 of a page: everything from start on is zero."""
+        segment, index = self._locate(page)
+        unclean = segment.unclean[index]
+        if unclean > start:
+            segment.k[:, index, :, start:unclean] = 0
+            segment.v[:, index, :, start:unclean] = 0
+        segment.unclean[index] = stop
+
+    def copy(self, source: int, target: int, n: int) -> None:
+        """The first n places of a page, as stored bytes, to another page."""
+        from_segment, from_index = self._locate(source)
+        to_segment, to_index = self._locate(target)
+        to_segment.k[:, to_index, :, :n] = from_segment.k[:, from_index, :, :n]
+        to_segment.v[:, to_index, :, :n] = from_segment.v[:, from_index, :, :n]
+
+    def place(self, page: int, offset: int) -> tuple[Array, Array]:
+        """Views of one token's K and V: [n_layer, n_head_kv, dim]."""
+        segment, index = self._locate(page)
+        return segment.k[:, index, :, offset], segment.v[:, index, :, offset]
+
+    def runs(self, table: Sequence[int]) -> Iterator[Run]:
+        """The pages of a page table as views, one for each run of consecutive pages."""
+        first = 0
+        while first < len(table):
+            segment, index = self._locate(table[first])
+            stop = first + 1
+            most = min(len(table), first + SEGMENT_PAGES - index)
+            while stop < most and table[stop] == table[first] + stop - first:
+                stop += 1
+            inside = slice(index, index + stop - first)
+            yield Run(first, segment.k[:, inside], segment.v[:, inside])
+            first = stop
+
+    def pieces(self, table: Sequence[int], place: int, n: int, row: int) -> Iterator[Piece]:
+        """Where rows row..row+n-1 go when the first one's place is `place`: one piece for each page."""
+        done = 0
+        while done < n:
+            offset = (place + done) % PAGE
+            count = min(n - done, PAGE - offset)
+            segment, index = self._locate(table[(place + done) // PAGE])
+            inside = slice(offset, offset + count)
+            yield Piece(
+                row + done, row + done + count, segment.k[:, index, :, inside], segment.v[:, index, :, inside]
+            )
+            done += count
+
+    def _locate(self, page: int) -> tuple[Segment, int]:
+        number, index = divmod(page, SEGMENT_PAGES)
+        return self._segments[number], index

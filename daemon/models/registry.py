@@ -1,0 +1,28 @@
+"""The table of models: `general.architecture` -> class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.models.llama import Llama
+from slotd.daemon.models.model import Model
+from slotd.daemon.ops.interface import Ops
+from slotd.daemon.weights.reader import ModelFile
+from slotd.protocol.errors import ModelError
+
+MODELS: Mapping[str, Callable[[ModelFile, Ops, DeviceMemory], Model]] = {"llama": Llama}
+
+
+def load_model(file: ModelFile, ops: Ops, memory: DeviceMemory) -> Model:
+    """Read all weights of a model.
+
+    Raises:
+        ModelError: no code for its architecture.
+        OutOfDeviceMemory: the weights do not fit.
+    """
+    arch = file.hyper.arch
+    if arch not in MODELS:
+        supported = ", ".join(sorted(MODELS))
+        raise ModelError(f"{file.path}: architecture {arch!r} is not supported (supported: {supported})")
+    return MODELS[arch](file, ops, memory)

@@ -1,0 +1,160 @@
+"""The reference backend: NumPy, float32, scratch arrays from the ledger.
+
+Default mode multiplies whatever stands together at once; results agree up to float32 rounding. Exact mode
+makes the bits of a row independent of its neighbours: BLAS picks its kernels by the shape of a product, so
+every product gets a shape that does not depend on the number of rows (or, for big weights, one above the
+number from which rows are known to be independent). Everything else here works on rows or elements alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.ops.batch import Array, Batch
+from slotd.daemon.ops.interface import RopeStyle
+from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
+from slotd.daemon.ops.rope import RopeTable
+from slotd.protocol.errors import ConfigError
+
+#: Exact mode: weights of this many elements are multiplied whole. OpenBLAS has special kernels for products
+#: below about a million multiplications, in which a row's bits change with the number of rows.
+BIG_WEIGHT = 262_144
+
+#: Exact mode: least rows of a product with a big weight. One row goes another way (gemv).
+LEAST_ROWS = 4
+
+#: Exact mode: rows of every product with a small weight.
+BLOCK_ROWS = 8
+
+#: Row counts at which `check_exact` compares the bits of one row.
+CHECKED_ROWS = (1, 2, 3, 5, 8, 33)
+
+
+class NumpyOps:
+    """The ops of `interface.Ops` on host arrays.
+
+    Args:
+        memory: the ledger.
+        exact: whether the bits of a row must not depend on the rows beside it.
+    """
+
+    def __init__(self, memory: DeviceMemory, exact: bool = False) -> None:
+        self.memory = memory
+        self.exact = exact
+
+    def embed(self, tokens: npt.NDArray[np.int32], table: Array) -> Array:
+        return np.take(table, tokens, axis=0, out=self._like((len(tokens), table.shape[1])), mode="clip")
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        y = np.multiply(x, x, out=self._like(x.shape))
+        scale = np.add.reduce(y, axis=-1, keepdims=True)
+        scale /= x.shape[-1]
+        scale += np.float32(eps)
+        np.sqrt(scale, out=scale)
+        np.divide(x, scale, out=y)
+        return np.multiply(y, weight, out=y)
+
+    def linear(self, x: Array, weight: Array) -> Array:
+        n, n_in = x.shape
+        n_out = len(weight)
+        if not self.exact or (weight.size >= BIG_WEIGHT and n >= LEAST_ROWS):
+            return np.matmul(x, weight.T, out=self._like((n, n_out)))
+        block = LEAST_ROWS if weight.size >= BIG_WEIGHT else BLOCK_ROWS
+        blocks = -(-n // block)
+        padded = self._like((blocks * block, n_in))
+        padded[:n] = x
+        padded[n:] = 0
+        y = self._like((blocks * block, n_out))
+        np.matmul(padded.reshape(blocks, block, n_in), weight.T, out=y.reshape(blocks, block, n_out))
+        return y[:n]
+
+    def rope_table(self, base: float, dims: int, divisors: Array | None) -> RopeTable:
+        return RopeTable(self.memory, base, dims, divisors)
+
+    def rotations(self, table: RopeTable, positions: npt.NDArray[np.int64]) -> Array:
+        return table.at(positions)
+
+    def rope(self, x: Array, rotations: Array, style: RopeStyle) -> None:
+        dims = 2 * rotations.shape[-1]
+        if style == "interleaved":
+            # (a + ib)(cos + i sin) is the rotation, and pairs (a, b) lie in memory as complex numbers do.
+            pairs = x[..., :dims].view(np.complex64)
+            np.multiply(pairs, rotations[:, None], out=pairs)
+            return
+        a, b = x[..., : dims // 2], x[..., dims // 2 : dims]
+        cos, sin = rotations.real[:, None], rotations.imag[:, None]
+        turned = np.multiply(a, sin, out=self._like(a.shape))
+        a *= cos
+        a -= b * sin
+        b *= cos
+        b += turned
+
+    def kv_write(self, layer: int, k: Array, v: Array, batch: Batch) -> None:
+        for span in batch.spans:
+            for piece in span.pieces:
+                piece.k[layer] = k[piece.start : piece.stop].swapaxes(0, 1)
+                piece.v[layer] = v[piece.start : piece.stop].swapaxes(0, 1)
+
+    def attend(self, layer: int, q: Array, batch: Batch, scale: float) -> Array:
+        n, n_head, _ = q.shape
+        value_dim = batch.spans[0].runs[0].v.shape[-1]
+        blocks = batch.plans.get("attend")
+        if blocks is None:
+            blocks = batch.plans["attend"] = plan_attention(batch, self.exact, n_head)
+        q *= np.float32(scale)
+        out = self._like((n, n_head, value_dim))
+        for block in blocks:
+            attend_block(self.memory, layer, q[block.rows], block, out[block.rows])
+        return out.reshape(n, n_head * value_dim)
+
+    def kv_move(self, sources: list[tuple[Array, Array]], targets: list[tuple[Array, Array]]) -> None:
+        held = [self._copies(k, v) for k, v in sources]
+        for (k, v), (target_k, target_v) in zip(held, targets, strict=True):
+            target_k[...] = k
+            target_v[...] = v
+
+    def swiglu(self, gate_up: Array) -> Array:
+        n, width = gate_up.shape
+        gate, up = gate_up[:, : width // 2], gate_up[:, width // 2 :]
+        y = np.negative(gate, out=self._like((n, width // 2)))
+        np.exp(y, out=y)
+        y += 1
+        np.divide(gate, y, out=y)
+        return np.multiply(y, up, out=y)
+
+    def add(self, x: Array, y: Array) -> None:
+        x += y
+
+    def check_exact(self, weight: Array) -> None:
+        """Prove on one big weight that exact mode holds with this BLAS.
+
+        Raises:
+            ConfigError: the bits of a row changed with the number of rows.
+        """
+        x = np.random.default_rng(0).standard_normal((max(CHECKED_ROWS), weight.shape[1]), dtype=np.float32)
+        expected = self.linear(x, weight)[0].tobytes()
+        for n in CHECKED_ROWS:
+            if self.linear(x[:n], weight)[0].tobytes() != expected:
+                raise ConfigError(
+                    f"--exact cannot be kept with this BLAS ({blas_name()}): "
+                    f"the bits of a row change when {n} rows are multiplied at once"
+                )
+
+    def _like(self, shape: tuple[int, ...]) -> Array:
+        return self.memory.empty(shape)
+
+    def _copies(self, k: Array, v: Array) -> tuple[Array, Array]:
+        held_k = self.memory.empty(k.shape, k.dtype)
+        held_v = self.memory.empty(v.shape, v.dtype)
+        held_k[...] = k
+        held_v[...] = v
+        return held_k, held_v
+
+
+def blas_name() -> str:
+    """Name and version of the BLAS that NumPy was built with."""
+    config = np.show_config(mode="dicts")
+    blas = config["Build Dependencies"]["blas"] if config else {}
+    return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()

@@ -1,0 +1,169 @@
+"""Puts a daemon together from its configuration, or runs one prompt without one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from slotd.daemon.config import MAX_CTX_LIMIT, Config
+from slotd.daemon.door import Limits, admit_prompt
+from slotd.daemon.engine import Engine
+from slotd.daemon.front import Front
+from slotd.daemon.host import EngineHost
+from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
+from slotd.daemon.loop import Loop, end_process
+from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.outbox import Outbox
+from slotd.daemon.prompt_files import write_ids
+from slotd.daemon.scheduler import Scheduler
+from slotd.daemon.weights.reader import open_model
+from slotd.protocol.connection import DaemonConnection
+from slotd.protocol.errors import CODES, ConfigError, RequestError
+from slotd.protocol.grammar import VERBS
+from slotd.protocol.messages import Prompt, Ready
+from slotd.protocol.version import PROTOCOL_VERSION, __version__
+
+log = logging.getLogger(__name__)
+
+
+def build_engine(config: Config) -> Engine:
+    """Load the model and make an engine.
+
+    Raises:
+        ModelError: the file cannot be used.
+        ConfigError: a setting does not fit the model.
+    """
+    began = time.monotonic()
+    model = open_model(config.model)
+    max_ctx = config.max_ctx if config.max_ctx is not None else model.hyper.n_ctx_train
+    if max_ctx > model.hyper.n_ctx_train:
+        log.warning("--max-ctx %d is beyond the %d positions the model was trained for; answers may degrade",
+                    max_ctx, model.hyper.n_ctx_train)  # fmt: skip
+    engine = Engine(
+        model, memory=DeviceMemory(config.memory_limit), max_ctx=min(max_ctx, MAX_CTX_LIMIT),
+        k_type=config.k_type, v_type=config.v_type, exact=config.exact, n_slots=config.slots,
+    )  # fmt: skip
+    log.info("%s loaded in %.1f s", config.model, time.monotonic() - began)
+    return engine
+
+
+def serve(config: Config, stdout_fd: int) -> int:
+    """Run a daemon on stdin and `stdout_fd` until it ends; returns the exit code."""
+    if config.inactive:
+        listed = ", ".join(str(inactive) for inactive in config.inactive)
+        print(f"slotd: not active in this version: {listed}", file=sys.stderr, flush=True)
+    stream_fd = config.stream_fd if isinstance(config.stream_fd, int) else None
+    if stream_fd is not None:
+        _check_descriptor(stream_fd)
+    engine = build_engine(config)
+    daemon = _Daemon(config, engine, stdout_fd, stream_fd)
+    return daemon.run()
+
+
+class _Daemon:
+    """The parts of a daemon and the wires between them."""
+
+    def __init__(self, config: Config, engine: Engine, stdout_fd: int, stream_fd: int | None) -> None:
+        hyper = engine.hyper
+        connection = DaemonConnection(max_line=config.max_line)
+        self.outbox = Outbox(stdout_fd, stream_fd, self._stdout_gone, self._stream_gone)
+        scheduler = _scheduler(config, engine, lambda message: self.front.deliver(message))
+        self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died"))
+        self.front = Front(
+            connection, self.outbox, self.host.send,
+            Limits(n_vocab=hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots),
+            props=_props(config, engine), lines_for_stream=config.stream_fd == "-",
+            stall_timeout=config.stall_timeout,
+        )  # fmt: skip
+        self.loop = Loop(0, stdout_fd, connection, self.front, self.outbox, self.host)
+
+    def run(self) -> int:
+        self.loop.install_signals()
+        self.host.start()
+        self.front.put(Ready())
+        return self.loop.run()
+
+    def _stdout_gone(self) -> None:
+        self.loop.request_end("nobody reads stdout")
+
+    def _stream_gone(self) -> None:
+        self.front.cancel(None)
+
+
+def run_once(config: Config, prompt_path: str, n_gen: int, out_path: str) -> int:
+    """The source's one-shot form: raw ids in, the generated ids out, exit code 1 at the first failure."""
+    engine = build_engine(config)
+    produced: list[int] = []
+    ended: list[Finished] = []
+
+    def deliver(message: ToFront) -> None:
+        if isinstance(message, Emit):
+            produced.extend(message.ids)
+        elif isinstance(message, Finished):
+            ended.append(message)
+            scheduler.put(Stop())
+
+    scheduler = _scheduler(config, engine, deliver)
+    command = Prompt(path=prompt_path, n_gen=n_gen)
+    limits = Limits(n_vocab=engine.hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots)
+    try:
+        ids = admit_prompt(command, limits)
+        scheduler.put(Submit(1, command, Flags(), time.monotonic(), ids))
+        scheduler.run()
+        if ended[0].code is not None:
+            raise RequestError(ended[0].code, ended[0].reason)
+        write_ids(out_path, produced, counted=False)
+    except RequestError as error:
+        print(f"slotd: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _scheduler(config: Config, engine: Engine, deliver: Callable[[ToFront], None]) -> Scheduler:
+    return Scheduler(
+        engine, deliver, chunk=config.chunk, parallel=config.parallel, max_stall=config.max_stall,
+        eos_ids=frozenset(engine.hyper.stop_ids),
+    )  # fmt: skip
+
+
+def _check_descriptor(descriptor: int) -> None:
+    try:
+        os.fstat(descriptor)
+    except OSError as error:
+        raise ConfigError(
+            f"--stream-fd {descriptor}: {error.strerror}; it must be inherited and open"
+        ) from None
+
+
+def _props(config: Config, engine: Engine) -> Mapping[str, Any]:
+    """What HELLO and PROPS say of this daemon."""
+    hyper = engine.hyper
+    return {
+        "slotd": __version__,
+        "protocol": list(range(1, PROTOCOL_VERSION + 1)),
+        "pid": os.getpid(),
+        "model": {
+            "path": str(config.model.resolve()), "name": engine.model_name, "arch": hyper.arch,
+            "identity": engine.identity, "n_vocab": hyper.n_vocab, "n_ctx_train": hyper.n_ctx_train,
+            "eos_ids": sorted(hyper.stop_ids),
+        },
+        "backend": {"name": "numpy", "numpy": np.__version__, "math": "exact" if config.exact else "float32"},
+        "max_ctx": engine.max_ctx,
+        "slots": config.slots,
+        "kv": {"k": config.k_type, "v": config.v_type, "bytes_per_token": engine.store.bytes_per_token},
+        "parallel": config.parallel,
+        "chunk": config.chunk,
+        "limits": {"max_line": config.max_line, "memory": config.memory_limit},
+        "verbs": [verb.name for verb in VERBS if verb.supported],
+        "errors": sorted(CODES),
+        "inactive": [{"name": i.name, "value": i.value, "reason": i.reason} for i in config.inactive],
+    }  # fmt: skip
+
+
+__all__ = ["build_engine", "end_process", "run_once", "serve"]

@@ -1,0 +1,243 @@
+"""What a GGUF file is, how much memory it needs, and whether slotd can run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from slotd.daemon.weights.architectures import HyperParameters, read_hyper_parameters
+from slotd.daemon.weights.reader import GgufFile, check_model, open_gguf
+from slotd.protocol.errors import ConfigError, ModelError
+
+#: Bytes of one number in each K/V type (those of `slotd.daemon.kv`, which stands above this layer).
+KV_BYTES: Mapping[str, int] = {"f32": 4, "f16": 2}
+
+#: Longest context that can be asked about, in tokens.
+MAX_CONTEXT = 2**31 - 1
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TypeTotal:
+    """All tensors of one element type.
+
+    Attributes:
+        type: its name, e.g. ``Q4_1``.
+        tensors: how many.
+        parameters: numbers in them.
+        bytes: their size in the file.
+    """
+
+    type: str
+    tensors: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the model needs on the NumPy backend, in bytes.
+
+    Attributes:
+        context: tokens of context that it holds for.
+        k_type: how keys are stored.
+        v_type: how values are stored.
+        kv_per_token: keys and values of all layers for one token.
+        kv: the same for `context` tokens.
+        weights: all tensors as float32.
+        total: weights and kv.
+    """
+
+    context: int
+    k_type: str
+    v_type: str
+    kv_per_token: int
+    kv: int
+    weights: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The answer of `slotd inspect`.
+
+    Attributes:
+        path: the file, as it was named.
+        name: ``general.name``, or empty.
+        arch: ``general.architecture``, or empty.
+        gguf_version: version of the container.
+        file_bytes: length of the file.
+        identity: hash of header and samples, as in HELLO.
+        tensors: number of tensors.
+        parameters: numbers in all tensors.
+        types: totals per element type, largest in bytes first.
+        runnable: whether slotd can run the model.
+        reason: why not; empty when it can.
+        hyper: hyper-parameters; None when they cannot be read.
+        memory: what it needs; None without `hyper`.
+    """
+
+    path: str
+    name: str
+    arch: str
+    gguf_version: int
+    file_bytes: int
+    identity: str
+    tensors: int
+    parameters: int
+    types: tuple[TypeTotal, ...]
+    runnable: bool
+    reason: str
+    hyper: HyperParameters | None
+    memory: Memory | None
+
+    def to_json(self) -> str:
+        """One JSON object on one line, with the names of the attributes."""
+        fields = dataclasses.asdict(self)
+        if self.hyper is not None:
+            fields["hyper"]["stop_ids"] = sorted(self.hyper.stop_ids)
+        return json.dumps(fields)
+
+    def to_text(self) -> str:
+        """Plain text, several lines."""
+        return "\n".join([*_summary(self), "", *_type_table(self), "", *_verdict(self)])
+
+
+def inspect_file(
+    path: str | os.PathLike[str], *, ctx: int | None = None, k_type: str = "f32", v_type: str = "f32"
+) -> Inspection:
+    """Look at a file.
+
+    Args:
+        path: any GGUF file.
+        ctx: context length for the memory figures, in tokens; default: the model's own.
+        k_type: one of `KV_BYTES`.
+        v_type: one of `KV_BYTES`.
+
+    Raises:
+        ModelError: it is not a whole GGUF file. A whole one that cannot be run is not an error.
+        ConfigError: ctx is out of range, or a K/V type is not supported.
+    """
+    if ctx is not None and not 1 <= ctx <= MAX_CONTEXT:
+        raise ConfigError(f"context length {ctx}: the limit is 1 to {MAX_CONTEXT}")
+    for kv_type in (k_type, v_type):
+        if kv_type not in KV_BYTES:
+            raise ConfigError(f"K/V type {kv_type!r} is not supported (supported: {', '.join(KV_BYTES)})")
+    with open_gguf(path) as file:
+        hyper, reason = _judge(file)
+        parameters = sum(info.n_elements for info in file.header.tensors.values())
+        return Inspection(
+            path=str(path),
+            name=_text(file, "general.name"),
+            arch=_text(file, "general.architecture"),
+            gguf_version=file.header.version,
+            file_bytes=file.file_bytes,
+            identity=file.identity,
+            tensors=len(file.header.tensors),
+            parameters=parameters,
+            types=_type_totals(file),
+            runnable=not reason,
+            reason=reason,
+            hyper=hyper,
+            memory=_memory(hyper, parameters, ctx or hyper.n_ctx_train, k_type, v_type) if hyper else None,
+        )
+
+
+# ----- gathering
+
+
+def _judge(file: GgufFile) -> tuple[HyperParameters | None, str]:
+    """Hyper-parameters when they can be read, and the reason why the model cannot be run, or empty."""
+    hyper = None
+    try:
+        hyper = read_hyper_parameters(file.header)
+        check_model(file)
+    except ModelError as error:
+        return hyper, str(error).removeprefix(f"{file.path}: ")
+    return hyper, ""
+
+
+def _text(file: GgufFile, key: str) -> str:
+    """A text of the file, without anything that a terminal would obey."""
+    value = file.header.metadata.get(key, "")
+    return "".join(c if c.isprintable() else "?" for c in value) if isinstance(value, str) else ""
+
+
+def _type_totals(file: GgufFile) -> tuple[TypeTotal, ...]:
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in file.header.tensors:
+        names[file.block_type(name).name].append(name)
+    totals = [
+        TypeTotal(
+            type=kind,
+            tensors=len(members),
+            parameters=sum(file.header.tensors[name].n_elements for name in members),
+            bytes=sum(file.n_bytes(name) for name in members),
+        )
+        for kind, members in names.items()
+    ]
+    return tuple(sorted(totals, key=lambda total: (-total.bytes, total.type)))
+
+
+def _memory(hyper: HyperParameters, parameters: int, context: int, k_type: str, v_type: str) -> Memory:
+    per_head = hyper.head_dim * KV_BYTES[k_type] + hyper.value_dim * KV_BYTES[v_type]
+    kv_per_token = hyper.n_layer * hyper.n_head_kv * per_head
+    weights = parameters * _FLOAT32_BYTES
+    return Memory(
+        context=context,
+        k_type=k_type,
+        v_type=v_type,
+        kv_per_token=kv_per_token,
+        kv=kv_per_token * context,
+        weights=weights,
+        total=weights + kv_per_token * context,
+    )
+
+
+# ----- text
+
+
+def _summary(inspection: Inspection) -> Iterator[str]:
+    yield inspection.path
+    yield _line("name", inspection.name or "(none)")
+    yield _line("architecture", f"{inspection.arch or '(none)'}, GGUF version {inspection.gguf_version}")
+    yield _line("size", f"{inspection.parameters:,} parameters, {inspection.file_bytes:,} bytes")
+    if hyper := inspection.hyper:
+        yield _line("layers", f"{hyper.n_layer}, width {hyper.n_embd}, feed-forward {hyper.n_ff}")
+        heads = f"{hyper.n_head} heads of {hyper.head_dim}, {hyper.n_head_kv} for keys and values"
+        yield _line("attention", heads)
+        stop_ids = " ".join(map(str, sorted(hyper.stop_ids))) or "none"
+        yield _line("vocabulary", f"{hyper.n_vocab} tokens, stop ids {stop_ids}")
+        yield _line("context", f"{hyper.n_ctx_train} tokens")
+    yield _line("identity", inspection.identity)
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<13} {text}"
+
+
+def _type_table(inspection: Inspection) -> Iterator[str]:
+    yield f"  {'type':<8} {'tensors':>8} {'parameters':>16} {'bytes':>16}"
+    for total in inspection.types:
+        yield f"  {total.type:<8} {total.tensors:>8} {total.parameters:>16,} {total.bytes:>16,}"
+
+
+def _verdict(inspection: Inspection) -> Iterator[str]:
+    if memory := inspection.memory:
+        yield f"  memory at {memory.context} tokens on the NumPy backend: {_mib(memory.total)}"
+        yield f"    {'weights as float32':<20} {_mib(memory.weights)}"
+        stored = f"K/V in {memory.k_type}/{memory.v_type}"
+        yield f"    {stored:<20} {_mib(memory.kv)} ({memory.kv_per_token:,} bytes per token)"
+    if inspection.runnable:
+        yield "  slotd can run it"
+    else:
+        yield f"  slotd cannot run it: {inspection.reason}"
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"

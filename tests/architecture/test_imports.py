@@ -1,0 +1,241 @@
+"""Who may import whom. Each rule has a sample that breaks it, so that a rule that sees nothing is noticed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.architecture.sources import PACKAGES, Import, Source, product_sources, sample, sources_of_tests
+
+Rule = Callable[[Source], Iterator[str]]
+
+#: Standard modules that touch the world: protocol/ says what may be said and does nothing.
+INPUT_AND_OUTPUT = frozenset(
+    {"asyncio", "fcntl", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib", "select"}
+    | {"selectors", "shutil", "signal", "socket", "ssl", "subprocess", "sys", "tempfile", "termios"}
+    | {"threading", "time", "urllib"}
+)
+
+#: Library -> modules and folders that may import it.
+CONFINED = {
+    "click": ("slotd.client.cli", "slotd.daemon.cli"),
+    "rich": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
+    "prompt_toolkit": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
+    "cupy": ("slotd.daemon.ops.cuda_ops", "slotd.daemon.ops.kernels", "slotd.daemon.memory"),
+}
+
+#: The daemon from top to bottom. A unit is a module or folder directly under daemon/; it may import its own
+#: layer and lower ones.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__", "cli"),
+    ("serve",),
+    ("loop", "host"),
+    ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
+    ("scheduler", "slot_commands", "job", "retained"),
+    ("engine",),
+    ("models", "kv", "sampling"),
+    ("ops",),
+    ("memory", "weights"),
+    ("account", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence"),
+)
+
+#: Units that may run in another process than the engine: they know it by the messages of `link` only.
+FRONT = ("loop", "handlers", "front", "outbox", "open_requests", "door", "prompt_files")
+ENGINE = (
+    *("scheduler", "slot_commands", "job", "retained", "engine"),
+    *("models", "kv", "sampling", "ops", "memory"),
+)
+
+#: Names that a file beside a script would shadow (``python daemon/cli.py`` puts daemon/ first on sys.path).
+DEPENDENCIES = frozenset(
+    {"click", "cupy", "gguf", "hypothesis", "jinja2", "numpy", "platformdirs", "prompt_toolkit", "psutil"}
+    | {"pytest", "rich", "tokenizers"}
+)
+
+
+def no_relative_imports(source: Source) -> Iterator[str]:
+    """A module has one name, written out."""
+    for found in source.imports:
+        if found.relative:
+            yield f"{source.at(found.line)}: relative import of {found.target or found.name}"
+
+
+def no_folder_names(source: Source) -> Iterator[str]:
+    """``import daemon`` works from the root and loads a second copy of every class."""
+    for found in source.imports:
+        if not found.relative and found.target.partition(".")[0] in ("daemon", "client", "protocol"):
+            yield f"{source.at(found.line)}: import of {found.target}, say slotd.{found.target}"
+
+
+def protocol_is_pure(source: Source) -> Iterator[str]:
+    """slotd.protocol imports the standard library and itself, and does no input or output."""
+    if not _inside(source.module, "slotd.protocol"):
+        return
+    for found in source.imports:
+        top = found.target.partition(".")[0]
+        if found.reaches("slotd.protocol"):
+            continue
+        if top not in sys.stdlib_module_names:
+            yield f"{source.at(found.line)}: protocol imports {found.target}, which is not standard library"
+        if top in INPUT_AND_OUTPUT:
+            yield f"{source.at(found.line)}: protocol imports {found.target}, which does input or output"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("open", "print", "input"):
+            yield f"{source.at(node.lineno)}: protocol calls {ast.unparse(node.func)}()"
+
+
+def sides_are_apart(source: Source) -> Iterator[str]:
+    """The daemon and the client meet on the wire only."""
+    for here, there in (("slotd.daemon", "slotd.client"), ("slotd.client", "slotd.daemon")):
+        for found in source.imports:
+            if _inside(source.module, here) and found.reaches(there):
+                yield f"{source.at(found.line)}: {here} imports {there}"
+
+
+def libraries_are_confined(source: Source) -> Iterator[str]:
+    """click, rich, prompt_toolkit and cupy stay in the modules that are about them (tests may use all)."""
+    if not _inside(source.module, "slotd"):
+        return
+    for found in source.imports:
+        homes = CONFINED.get(found.target.partition(".")[0], ())
+        if homes and not any(_inside(source.module, home) for home in homes):
+            yield f"{source.at(found.line)}: imports {found.target}, allowed only in {', '.join(homes)}"
+
+
+def no_shadowing_names(source: Source) -> Iterator[str]:
+    """No module or folder is named like one of the standard library or of a dependency."""
+    for part in source.module.split(".")[2:]:
+        if part in sys.stdlib_module_names or part in DEPENDENCIES:
+            yield f"{source.path}: {part} is the name of another module"
+
+
+def daemon_layers_hold(source: Source) -> Iterator[str]:
+    """Inside the daemon nothing imports a layer above its own."""
+    level = {unit: depth for depth, units in enumerate(LAYERS) for unit in units}
+    here = _unit(source.module)
+    if not here:
+        return
+    if here not in level:
+        yield f"{source.path}: daemon/{here} has no layer yet, give it one in LAYERS"
+        return
+    for found in source.imports:
+        there = _unit(f"{found.target}.{found.name}")
+        if there and there in level and level[there] < level[here]:
+            yield f"{source.at(found.line)}: {here} imports {there}, which is a layer above it"
+
+
+def front_knows_no_engine(source: Source) -> Iterator[str]:
+    """Front and engine speak through messages, so that either can be hosted elsewhere."""
+    for found in source.imports:
+        if _unit(source.module) in FRONT and (there := _unit(f"{found.target}.{found.name}")) in ENGINE:
+            yield f"{source.at(found.line)}: the front imports {there}, a part of the engine"
+
+
+RULES_AND_OFFENDERS: list[tuple[Rule, Source]] = [
+    (no_relative_imports, sample("slotd.client.bus", "from . import process")),
+    (no_relative_imports, sample("slotd.client.bus", "from .process import spawn")),
+    (no_folder_names, sample("slotd.client.bus", "import daemon")),
+    (no_folder_names, sample("tests.unit.test_x", "from protocol.errors import CODES")),
+    (no_folder_names, sample("tests.unit.test_x", "import importlib as i\ni.import_module('daemon.rows')")),
+    (protocol_is_pure, sample("slotd.protocol.wire", "import numpy as np")),
+    (protocol_is_pure, sample("slotd.protocol.wire", "from slotd.client import process")),
+    (protocol_is_pure, sample("slotd.protocol.wire", "import os.path")),
+    (protocol_is_pure, sample("slotd.protocol.wire", "def read(path):\n    return open(path)")),
+    (sides_are_apart, sample("slotd.daemon.loop", "from slotd.client import process")),
+    (sides_are_apart, sample("slotd.client.bus", "def f():\n    from slotd.daemon.rows import Row")),
+    (sides_are_apart, sample("slotd.client.bus", "import importlib as i\ni.import_module('slotd.daemon')")),
+    (sides_are_apart, sample("slotd.client.bus", "from slotd import daemon")),
+    (libraries_are_confined, sample("slotd.client.batch", "import click")),
+    (libraries_are_confined, sample("slotd.client.batch", "from rich.table import Table")),
+    (libraries_are_confined, sample("slotd.daemon.log", "from prompt_toolkit import prompt")),
+    (libraries_are_confined, sample("slotd.daemon.models.llama", "import cupy")),
+    (no_shadowing_names, sample("slotd.client.queue", "")),
+    (no_shadowing_names, sample("slotd.daemon.gguf.reader", "")),
+    (daemon_layers_hold, sample("slotd.daemon.ops.numpy_ops", "from slotd.daemon.models import llama")),
+    (daemon_layers_hold, sample("slotd.daemon.engine", "import slotd.daemon.scheduler")),
+    (daemon_layers_hold, sample("slotd.daemon.memory.ledger", "from slotd.daemon.ops import interface")),
+    (daemon_layers_hold, sample("slotd.daemon.rows", "from slotd.daemon import engine")),
+    (daemon_layers_hold, sample("slotd.daemon.brandnew", "")),
+    (front_knows_no_engine, sample("slotd.daemon.front", "from slotd.daemon.engine import Engine")),
+    (front_knows_no_engine, sample("slotd.daemon.loop", "from slotd.daemon.kv import pages")),
+]
+RULES = list(dict.fromkeys(rule for rule, _ in RULES_AND_OFFENDERS))
+
+#: Good files that a rule must not complain about.
+INNOCENT = [
+    sample("slotd.protocol.wire", "import json\nfrom slotd.protocol.errors import CODES"),
+    sample("slotd.client.cli", "import click\nfrom slotd.protocol import errors"),
+    sample("slotd.daemon.ops.kernels.loader", "import cupy"),
+    sample("slotd.daemon.engine", "from slotd.daemon.models import llama\nfrom slotd.daemon.rows import Row"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_tree_keeps_the_rule(rule: Rule) -> None:
+    violations = _violations(rule, product_sources() + sources_of_tests())
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize(("rule", "offender"), RULES_AND_OFFENDERS)
+def test_rule_sees_an_offender(rule: Rule, offender: Source) -> None:
+    assert _violations(rule, [offender])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_lets_good_files_pass(rule: Rule) -> None:
+    assert _violations(rule, INNOCENT) == []
+
+
+def test_all_three_packages_are_read() -> None:
+    found = {source.module for source in product_sources()}
+    assert set(PACKAGES) <= found
+    assert len(found) > len(PACKAGES)
+
+
+def test_imports_make_no_circle() -> None:
+    assert _circle(product_sources()) == []
+
+
+def test_a_circle_is_seen() -> None:
+    there = sample("slotd.client.bus", "from slotd.client import process")
+    back = sample("slotd.client.process", "from slotd.client.bus import Bus")
+    assert _circle([there, back])
+
+
+def _violations(rule: Rule, sources: Iterable[Source]) -> list[str]:
+    return [violation for source in sources for violation in rule(source)]
+
+
+def _circle(sources: Iterable[Source]) -> list[str]:
+    """One circle of modules that import each other, or nothing. Imports for types only do not count."""
+    sources = list(sources)
+    modules = {source.module for source in sources}
+    graph: dict[str, set[str]] = {}
+    for source in sources:
+        loaded = [found for found in source.imports if found.line not in source.typing_lines]
+        reached = {_module_of(found, modules) for found in loaded}
+        graph[source.module] = reached & modules - {source.module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _module_of(found: Import, modules: set[str]) -> str:
+    submodule = f"{found.target}.{found.name}"
+    return submodule if submodule in modules else found.target
+
+
+def _inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def _unit(module: str) -> str:
+    """The module or folder directly under daemon/ that `module` belongs to, "" for anything else."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["slotd", "daemon"] and len(parts) > 2 else ""

@@ -1,0 +1,1 @@
+"""Measurements that `make bench` prints; none of them asserts a time."""

@@ -1,0 +1,100 @@
+"""Shared fixtures, the report header, and the surroundings of every test: own folders, no SLOTD_ settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+# Tests import their support code as tests.fakes and so on.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# OpenBLAS reads this once, when numpy is imported. It counts the machine's cores, not those that this process
+# may use, and its threads spin: more of them than cores make every product slower. The daemons that tests
+# spawn inherit it.
+_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+os.environ.setdefault("OPENBLAS_NUM_THREADS", str(_cores))
+
+#: A model file to use instead of the default one: saves the download on a machine that has it.
+MODEL_VARIABLE = "SLOTD_MODEL_FOR_TESTS"
+
+# The developer's own settings must not change what is tested. SLOTD_HOME says where fetched models are; each
+# test hides the rest of it (own_surroundings).
+for _name in [name for name in os.environ if name.startswith("SLOTD_")]:
+    if _name not in (MODEL_VARIABLE, "SLOTD_HOME"):
+        del os.environ[_name]
+
+
+def pytest_report_header() -> list[str]:
+    """The versions that decide about results."""
+    import numpy as np
+
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    threads = os.environ["OPENBLAS_NUM_THREADS"]
+    libraries = " ".join(f"{name} {_version(name)}" for name in ("numpy", "gguf", "tokenizers"))
+    return [
+        f"slotd: python {sys.version.split()[0]}, {libraries}",
+        f"BLAS: {blas['name']} {blas['version']}, {threads} threads; cupy: {_cupy()}",
+        f"model: {_named_model() or 'the default, fetched when it is not in the cache'}",
+    ]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _cupy() -> str:
+    found = [f"{name} {_version(name)}" for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "cupy")]
+    return ", ".join(entry for entry in found if not entry.endswith(" none")) or "none"
+
+
+def _named_model() -> Path | None:
+    named = os.environ.get(MODEL_VARIABLE)
+    return Path(named) if named and Path(named).is_file() else None
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State and settings live in a new folder.
+
+    The folder of fetched models stays what it is: found there, the default model is not fetched again.
+    """
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+    models = os.environ.get("SLOTD_HOME")
+    if models:  # it holds models and state: keep the one, hide the other
+        monkeypatch.delenv("SLOTD_HOME")
+        (home / "cache").mkdir()
+        (home / "cache" / "slotd").symlink_to(Path(models).expanduser().absolute())
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's file. When it cannot be had, the tests that need it fail and say why."""
+    from slotd.client.fetch import resolve_model
+    from slotd.protocol.errors import SlotdError
+
+    if named := _named_model():
+        return named
+    try:
+        return Path(resolve_model(None, fetch=True))
+    except SlotdError as error:
+        pytest.fail(f"no default model ({MODEL_VARIABLE}=FILE names one to use): {error}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama model of a few kilobytes with seeded random weights, written once."""
+    from tests.fakes.tiny_gguf import write_tiny_llama
+
+    path = tmp_path_factory.mktemp("tiny") / "tiny-llama.gguf"
+    write_tiny_llama(path)
+    return path

@@ -1,0 +1,176 @@
+"""Greedy ids of the default model equal the golden file's, whichever way the prompt takes.
+
+The golden ids were made by an independent float32 implementation. A case may leave them at a position
+whose top two logits are closer than float32 rounding can tell apart (`min_margin` under 0.01); all of
+these cases have wider margins, so they must agree to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slotd.client import Client
+from slotd.protocol.messages import Done, Tokens
+from slotd.protocol.wire import parse_event
+from tests.fakes.daemon_process import DaemonProcess
+
+pytestmark = pytest.mark.model
+
+DATA = Path(__file__).parents[1] / "golden" / "data" / "smollm2_greedy.json"
+CASES: list[dict[str, Any]] = json.loads(DATA.read_text())["cases"]
+
+#: The shorter cases, for routes that are slow or tried many times.
+CAPITAL, MEETING = CASES[0], CASES[3]
+
+
+@pytest.fixture(scope="module")
+def daemon(default_model: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(default_model, "--max-ctx=1024") as process:
+        yield process
+
+
+def ended_by_eos(case: dict[str, Any]) -> bool:
+    return bool(case["greedy"][-1] == 2)
+
+
+def test_margins_leave_no_excuse() -> None:
+    assert min(case["min_margin"] for case in CASES) >= 0.01
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["prompt"][:20] for case in CASES])
+def test_a_request_with_an_id(daemon: DaemonProcess, case: dict[str, Any]) -> None:
+    produced, done = daemon.generate(case["ids"], 64)
+    assert produced == case["greedy"]
+    assert done.status == ("stop" if ended_by_eos(case) else "length")
+
+
+def test_a_bare_line_and_the_token_stream(daemon: DaemonProcess, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.bin"
+    prompt.write_bytes(np.asarray(CAPITAL["ids"], "<i4").tobytes())
+    daemon.send(f"{prompt} 64")
+    assert daemon.read_stream() == CAPITAL["greedy"]
+
+
+def test_three_sequences_at_once(daemon: DaemonProcess) -> None:
+    cases = CASES[:3]
+    for number, case in enumerate(cases):
+        daemon.send(f"- 64 ids={','.join(map(str, case['ids']))} id=c{number}")
+    produced: dict[str, list[int]] = {f"c{number}": [] for number in range(3)}
+    open_ids = set(produced)
+    while open_ids:
+        event = parse_event(daemon.next_line(120))
+        if isinstance(event, Tokens):
+            produced[str(event.id)].extend(event.ids)
+        elif isinstance(event, Done):
+            open_ids.discard(str(event.id))
+    assert list(produced.values()) == [case["greedy"] for case in cases]
+
+
+def test_restored_from_a_slot(daemon: DaemonProcess) -> None:
+    ids = ",".join(map(str, MEETING["ids"]))
+    daemon.generate(MEETING["ids"], 0, "snap=30:4", "take")
+    daemon.send(f"RESTORE 4 - 64 ids={ids} id=back")
+    produced: list[int] = []
+
+    def collect(event: object) -> bool:
+        if isinstance(event, Tokens):
+            produced.extend(event.ids)
+        return isinstance(event, Done) and event.id == "back"
+
+    done = daemon.wait_event(collect)
+    assert isinstance(done, Done)
+    assert done.fields["reused"] == 30
+    assert produced == MEETING["greedy"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 36, 37, 64, 512])
+def test_any_chunk_size(default_model: Path, chunk: int) -> None:
+    with DaemonProcess(default_model, "--max-ctx=512", f"--chunk={chunk}") as daemon:
+        assert daemon.generate(CAPITAL["ids"], 64)[0] == CAPITAL["greedy"]
+
+
+def test_exact_mode_is_bit_equal_alone_and_in_a_crowd(default_model: Path) -> None:
+    with DaemonProcess(default_model, "--max-ctx=512", "--exact", "--chunk=16") as daemon:
+        ids = ",".join(map(str, MEETING["ids"]))
+        daemon.send(f"- 8 ids={ids} id=alone logprobs=5")
+        alone = collect_tokens(daemon, {"alone"})["alone"]
+        daemon.send(f"- 8 ids={ids} id=a logprobs=5", *(f"- 8 ids=5,6,7,{n} id=b{n}" for n in range(3)))
+        crowd = collect_tokens(daemon, {"a", "b0", "b1", "b2"})["a"]
+        assert [event.ids for event in alone] == [event.ids for event in crowd]
+        assert [event.logprobs for event in alone] == [event.logprobs for event in crowd]
+
+
+def collect_tokens(daemon: DaemonProcess, open_ids: set[str]) -> dict[str, list[Tokens]]:
+    events: dict[str, list[Tokens]] = {request_id: [] for request_id in open_ids}
+    while open_ids:
+        event = parse_event(daemon.next_line(120))
+        if isinstance(event, Tokens):
+            events[str(event.id)].append(event)
+        elif isinstance(event, Done):
+            open_ids = open_ids - {str(event.id)}
+    return events
+
+
+def test_one_shot(default_model: Path, tmp_path: Path) -> None:
+    prompt, out = tmp_path / "p.bin", tmp_path / "o.bin"
+    prompt.write_bytes(np.asarray(CAPITAL["ids"], "<i4").tobytes())
+    argv = [
+        sys.executable,
+        "-m",
+        "slotd.daemon",
+        "daemon",
+        str(default_model),
+        "-",
+        str(prompt),
+        "64",
+        str(out),
+    ]
+    subprocess.run(argv, check=True, timeout=120)
+    assert np.fromfile(out, "<i4").tolist() == CAPITAL["greedy"]
+
+
+def test_the_python_client_by_ids_and_by_chat(default_model: Path) -> None:
+    with Client(default_model, daemon_args=["--max-ctx=1024"]) as client:
+        by_ids = client.generate(CAPITAL["ids"], max_tokens=64)
+        assert list(by_ids.ids) == CAPITAL["greedy"]
+        by_chat = client.generate(messages=[{"role": "user", "content": CAPITAL["prompt"]}], max_tokens=64)
+        assert list(by_chat.ids) == CAPITAL["greedy"]
+        assert by_chat.text == "The capital of France is Paris."
+        assert by_chat.prompt_tokens == len(CAPITAL["ids"])
+        assert by_chat.cached_tokens == len(CAPITAL["ids"]) - 1
+
+
+def test_a_batch(default_model: Path, tmp_path: Path) -> None:
+    jobs, out = tmp_path / "jobs.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"id": "ids", "ids": CAPITAL["ids"], "params": {"max_tokens": 64}},
+        {"id": "chat", "messages": [{"role": "user", "content": MEETING["prompt"]}], "params": {"max_tokens": 64}},
+        {"custom_id": "openai", "body": {"messages": [{"role": "user", "content": CAPITAL["prompt"]}],
+                                         "max_tokens": 64, "temperature": 0}},
+    ]  # fmt: skip
+    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = [
+        sys.executable,
+        "-m",
+        "slotd.client",
+        "batch",
+        str(jobs),
+        "-o",
+        str(out),
+        "-m",
+        str(default_model),
+    ]
+    done = subprocess.run(argv, capture_output=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert records[0]["ids"] == CAPITAL["greedy"]
+    assert records[1]["ids"] == MEETING["greedy"]
+    assert "The capital of France is Paris." in json.dumps(records[2])

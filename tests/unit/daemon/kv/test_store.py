@@ -1,0 +1,114 @@
+"""Page storage: types, growth, views, cleanliness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES
+from slotd.daemon.kv.store import PageStore
+from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
+
+LAYERS, HEADS, DIM, VALUE_DIM = 2, 3, 8, 4
+
+
+def store_in(memory: DeviceMemory, k: str = "f32", v: str = "f32") -> PageStore:
+    return PageStore(memory, LAYERS, HEADS, DIM, VALUE_DIM, kv_type(k), kv_type(v))
+
+
+@pytest.fixture
+def store() -> PageStore:
+    return store_in(DeviceMemory())
+
+
+def test_a_segment_is_one_allocation_with_two_types() -> None:
+    memory = DeviceMemory()
+    store = store_in(memory, "f16", "f32")
+    assert store.bytes_per_token == LAYERS * HEADS * (DIM * 2 + VALUE_DIM * 4)
+    table = store.allocate(2)
+    (run,) = store.runs(table)
+    assert (run.k.dtype, run.v.dtype) == (np.float16, np.float32)
+    assert run.k.shape == (LAYERS, 2, HEADS, PAGE, DIM)
+    assert run.v.shape == (LAYERS, 2, HEADS, PAGE, VALUE_DIM)
+    assert run.k.base is not None
+    assert store.segment_bytes <= memory.live("kv") <= store.segment_bytes * 9 / 8
+
+
+def test_it_grows_by_segments_and_trims_free_ones() -> None:
+    memory = DeviceMemory()
+    store = store_in(memory)
+    held = store.allocate(SEGMENT_PAGES + 1)
+    one = memory.live("kv") // 2
+    store.pages.release(held[-1:])
+    assert store.trim() == store.segment_bytes
+    assert memory.live("kv") == one
+    assert store.trim() == 0
+    assert len(store.allocate(3)) == 3
+
+
+def test_a_failed_growth_changes_nothing() -> None:
+    memory = DeviceMemory()
+    store_in(memory).allocate(1)
+    segment = memory.live("kv") or memory.cached
+    memory = DeviceMemory(limit=2 * segment)
+    store = store_in(memory)
+    held = store.allocate(1)
+    with pytest.raises(OutOfDeviceMemory):
+        store.allocate(2 * SEGMENT_PAGES)
+    assert (store.pages.n_free, store.pages.n_used) == (SEGMENT_PAGES - 1, 1)
+    assert memory.live("kv") == segment
+    assert store.allocate(SEGMENT_PAGES - 1) == [page + held[0] for page in range(1, SEGMENT_PAGES)]
+
+
+def test_runs_follow_the_page_table(store: PageStore) -> None:
+    store.allocate(2 * SEGMENT_PAGES)
+    runs = list(store.runs([4, 5, 6, 2, 15, 16, 17]))
+    assert [(run.first, run.stop) for run in runs] == [(0, 3), (3, 4), (4, 5), (5, 7)]
+    for page in (5, 16):
+        k, _ = store.place(page, 7)
+        k[...] = page
+    assert (runs[0].k[:, 1, :, 7] == 5).all()
+    assert (runs[3].k[:, 0, :, 7] == 16).all()
+
+
+def test_pieces_cut_rows_at_pages(store: PageStore) -> None:
+    table = store.allocate(3)
+    pieces = list(store.pieces(table, place=60, n=70, row=5))
+    assert [(piece.start, piece.stop) for piece in pieces] == [(5, 9), (9, 73), (73, 75)]
+    assert [piece.k.shape for piece in pieces] == [(LAYERS, HEADS, n, DIM) for n in (4, 64, 2)]
+    pieces[2].v[...] = 3
+    assert (store.place(table[2], 1)[1] == 3).all()
+
+
+def test_prepare_clears_what_the_last_owner_left(store: PageStore) -> None:
+    (page,) = store.allocate(1)
+    for offset in range(PAGE):
+        k, v = store.place(page, offset)
+        k[...] = v[...] = np.nan
+    store.prepare(page, 3, 10)
+    (run,) = store.runs([page])
+    for plane in (run.k, run.v):
+        assert np.isnan(plane[:, :, :, :3]).all()
+        assert (plane[:, :, :, 3:] == 0).all()
+
+
+def test_prepare_clears_rows_that_were_not_committed(store: PageStore) -> None:
+    (page,) = store.allocate(1)
+    store.prepare(page, 0, 8)
+    for offset in range(8):
+        store.place(page, offset)[0][...] = np.nan
+    store.prepare(page, 2, 3)  # rows 2..7 were dropped, one new row
+    (run,) = store.runs([page])
+    assert (run.k[:, :, :, 2:] == 0).all()
+
+
+def test_copy_takes_the_first_places_only(store: PageStore) -> None:
+    source, target = store.allocate(2)
+    for offset in range(PAGE):
+        for page, value in ((source, offset), (target, -1)):
+            k, v = store.place(page, offset)
+            k[...] = v[...] = value
+    store.copy(source, target, 5)
+    for offset, value in ((0, 0), (4, 4), (5, -1)):
+        assert all((plane == value).all() for plane in store.place(target, offset))

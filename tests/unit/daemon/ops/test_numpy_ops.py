@@ -1,0 +1,154 @@
+"""The NumPy ops against plain float64 formulas, and the promises of exact mode."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, CHECKED_ROWS, NumpyOps
+from slotd.protocol.errors import ConfigError
+
+F32 = npt.NDArray[np.float32]
+
+
+def normal(*shape: int, seed: int = 0) -> F32:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.fixture(params=[False, True], ids=["default", "exact"])
+def ops(request: pytest.FixtureRequest) -> NumpyOps:
+    return NumpyOps(DeviceMemory(), exact=request.param)
+
+
+def test_embed(ops: NumpyOps) -> None:
+    table = normal(10, 4)
+    assert (ops.embed(np.array([3, 0, 9, 3], dtype=np.int32), table) == table[[3, 0, 9, 3]]).all()
+
+
+def test_rms_norm(ops: NumpyOps) -> None:
+    x, weight = normal(3, 64), normal(64, seed=1)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(ops.rms_norm(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_needs_its_epsilon(ops: NumpyOps) -> None:
+    assert (ops.rms_norm(np.zeros((1, 8), np.float32), np.ones(8, np.float32), 1e-5) == 0).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9, 40])
+@pytest.mark.parametrize(("n_out", "n_in"), [(33, 20), (520, 512)])
+def test_linear(ops: NumpyOps, n: int, n_out: int, n_in: int) -> None:
+    x, weight = normal(n, n_in), normal(n_out, n_in, seed=1)
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+    y = ops.linear(x, weight)
+    assert (y.shape, y.dtype) == ((n, n_out), np.float32)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), [(33, 20), (48, 160), (320, 64), (520, 512), (1024, 576)])
+def test_exact_linear_does_not_see_its_neighbours(n_out: int, n_in: int) -> None:
+    ops = NumpyOps(DeviceMemory(), exact=True)
+    x, weight = normal(70, n_in), normal(n_out, n_in, seed=1)
+    alone = [ops.linear(x[i : i + 1], weight)[0].tobytes() for i in range(70)]
+    for n in (2, 3, 4, 5, 8, 31, 64, 70):
+        together = ops.linear(x[:n], weight)
+        assert [row.tobytes() for row in together] == alone[:n]
+    assert ops.linear(x[9:16], weight)[3].tobytes() == alone[12]
+
+
+def test_check_exact_passes_here() -> None:
+    ops = NumpyOps(DeviceMemory(), exact=True)
+    weight = normal(1024, 576)
+    assert weight.size >= BIG_WEIGHT
+    ops.check_exact(weight)
+
+
+def test_check_exact_finds_a_blas_that_mixes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = NumpyOps(DeviceMemory(), exact=True)
+    honest = ops.linear
+
+    def mixing(x: F32, weight: F32) -> F32:
+        y: F32 = honest(x, weight)
+        if len(x) == CHECKED_ROWS[-1]:
+            y[0, 3] = np.nextafter(y[0, 3], np.float32(np.inf))
+        return y
+
+    monkeypatch.setattr(ops, "linear", mixing)
+    with pytest.raises(ConfigError, match=r"--exact cannot be kept with this BLAS \(\S+ .*\).* 1 rows"):
+        ops.check_exact(normal(1024, 576))
+
+
+@pytest.mark.parametrize("dims", [16, 8])
+def test_rope_styles(ops: NumpyOps, dims: int) -> None:
+    n, heads, head_dim = 5, 3, 16
+    positions = np.array([0, 1, 7, 100, 5000])
+    table = ops.rope_table(10000.0, dims, None)
+    rotations = ops.rotations(table, positions)
+    angles = positions[:, None] * 10000.0 ** (-np.arange(0, dims, 2) / dims)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    for style, first, second in (
+        ("interleaved", np.arange(0, dims, 2), np.arange(1, dims, 2)),
+        ("half", np.arange(dims // 2), np.arange(dims // 2, dims)),
+    ):
+        fused = normal(n, 40 + heads * head_dim)  # as in a fused q, k, v: the heads of two rows are apart
+        x = fused[:, 40:].reshape(n, heads, head_dim)
+        a, b = x[..., first].astype(np.float64), x[..., second].astype(np.float64)
+        expected = x.astype(np.float64)
+        expected[..., first], expected[..., second] = a * cos - b * sin, a * sin + b * cos
+        ops.rope(x, rotations, "interleaved" if style == "interleaved" else "half")
+        np.testing.assert_allclose(x, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [4, 16, 20, 64])
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_rope_does_not_see_its_neighbours(ops: NumpyOps, head_dim: int, style: str) -> None:
+    positions = np.arange(100, 109)
+    rotations = ops.rotations(ops.rope_table(10000.0, head_dim, None), positions)
+    for heads in (1, 3):
+        together = normal(9, heads, head_dim)
+        alone = together.copy()
+        chosen = "interleaved" if style == "interleaved" else "half"
+        ops.rope(together, rotations, chosen)
+        for row in range(9):
+            ops.rope(alone[row : row + 1], rotations[row : row + 1], chosen)
+        assert together.tobytes() == alone.tobytes()
+
+
+def test_swiglu(ops: NumpyOps) -> None:
+    gate_up = normal(3, 40) * 5
+    gate, up = gate_up[:, :20].astype(np.float64), gate_up[:, 20:].astype(np.float64)
+    np.testing.assert_allclose(ops.swiglu(gate_up), gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-6)
+
+
+def test_add_is_in_place(ops: NumpyOps) -> None:
+    x, y = normal(3, 4), normal(3, 4, seed=1)
+    expected = x + y
+    ops.add(x, y)
+    assert (x == expected).all()
+
+
+def test_kv_move_reads_all_before_it_writes(ops: NumpyOps) -> None:
+    planes = [(normal(2, 3, 4, seed=i), normal(2, 3, 4, seed=10 + i)) for i in range(4)]
+    before = [(k.copy(), v.copy()) for k, v in planes]
+    ops.kv_move([planes[2], planes[3], planes[1]], [planes[0], planes[2], planes[3]])
+    for target, source in ((0, 2), (2, 3), (3, 1), (1, 1)):
+        for plane in (0, 1):
+            assert (planes[target][plane] == before[source][plane]).all()
+
+
+def test_kv_move_keeps_stored_bytes(ops: NumpyOps) -> None:
+    bits = np.arange(0x7C01, 0x7C09, dtype=np.uint16)  # NaNs with a payload, as float16
+    k, v = (bits.view(np.float16).reshape(1, 2, 4) for _ in range(2))
+    target_k, target_v = np.zeros((1, 2, 4), np.float16), np.zeros((1, 2, 4), np.float16)
+    ops.kv_move([(k, v)], [(target_k, target_v)])
+    assert target_k.tobytes() == target_v.tobytes() == bits.tobytes()
+
+
+def test_scratch_is_in_the_ledger(ops: NumpyOps) -> None:
+    y = ops.linear(normal(3, 20), normal(33, 20))
+    assert ops.memory.live("scratch") >= y.nbytes
+    del y
+    assert ops.memory.live("scratch") == 0

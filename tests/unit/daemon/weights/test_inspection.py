@@ -1,0 +1,102 @@
+"""What inspect says: figures that can be counted by hand, and the reason when a model cannot be run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slotd.daemon.kv.element_types import KV_TYPES
+from slotd.daemon.weights.inspection import KV_BYTES, TypeTotal, inspect_file
+from slotd.protocol.errors import ConfigError, ModelError
+from tests.fakes.tiny_gguf import write_tiny_llama
+
+MATRIX_PARAMETERS = 2 * 320 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64)
+VECTOR_PARAMETERS = 5 * 64
+
+
+def test_figures(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf", weight_type="Q8_0")
+    found = inspect_file(path)
+    assert (found.name, found.arch, found.gguf_version, found.tensors) == ("Tiny", "llama", 3, 21)
+    assert found.file_bytes == path.stat().st_size
+    assert found.parameters == MATRIX_PARAMETERS + VECTOR_PARAMETERS
+    assert found.types == (
+        TypeTotal("Q8_0", 16, MATRIX_PARAMETERS, MATRIX_PARAMETERS // 32 * 34),
+        TypeTotal("F32", 5, VECTOR_PARAMETERS, VECTOR_PARAMETERS * 4),
+    )
+    assert (found.runnable, found.reason) == (True, "")
+    memory = found.memory
+    assert memory is not None
+    per_token = 2 * 2 * (16 + 16) * 4
+    assert (memory.context, memory.k_type, memory.v_type) == (512, "f32", "f32")
+    assert memory.kv_per_token == per_token
+    assert (memory.kv, memory.weights) == (512 * per_token, found.parameters * 4)
+    assert memory.total == memory.kv + memory.weights
+
+
+def test_context_and_kv_type(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf")
+    memory = inspect_file(path, ctx=1000, k_type="f16", v_type="f16").memory
+    assert memory is not None
+    assert (memory.context, memory.kv_per_token, memory.kv) == (1000, 256, 256_000)
+    for ctx in (0, -5, 2**31):
+        with pytest.raises(ConfigError, match=f"^context length {ctx}: the limit is 1 to 2147483647$"):
+            inspect_file(path, ctx=ctx)
+    for options in ({"k_type": "q3"}, {"v_type": "q3"}):
+        with pytest.raises(ConfigError, match=r"^K/V type 'q3' is not supported \(supported: f32, f16\)$"):
+            inspect_file(path, **options)
+
+
+def test_keys_and_values_of_different_width_and_type(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf", metadata={"llama.attention.value_length": 24})
+    memory = inspect_file(path, ctx=10, k_type="f16").memory  # the shapes do not fit, the figures do
+    assert memory is not None
+    assert memory.kv_per_token == 2 * 2 * (16 * 2 + 24 * 4)
+
+
+def test_types_are_those_of_the_cache() -> None:
+    assert {name: kind.dtype.itemsize for name, kind in KV_TYPES.items()} == KV_BYTES
+
+
+def test_unsupported_arch_is_described(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf", metadata={"general.architecture": "mamba"})
+    found = inspect_file(path)
+    assert (found.runnable, found.arch, found.hyper, found.memory) == (False, "mamba", None, None)
+    assert found.reason == "architecture 'mamba' is not supported (supported: llama)"
+    assert found.parameters == MATRIX_PARAMETERS + VECTOR_PARAMETERS
+    assert found.to_text().endswith(f"slotd cannot run it: {found.reason}")
+
+
+def test_missing_tensor_keeps_the_figures(tmp_path: Path) -> None:
+    found = inspect_file(write_tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": None}))
+    assert not found.runnable
+    assert found.reason.startswith("tensor blk.0.ffn_up.weight is missing")
+    assert found.hyper is not None
+    assert found.memory is not None
+
+
+def test_not_gguf_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text("not a model")
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        inspect_file(tmp_path / "m")
+
+
+def test_text(tmp_path: Path) -> None:
+    name = {"general.name": "Ti\x1b[31mny"}
+    path = write_tiny_llama(tmp_path / "m.gguf", metadata=name, weight_type="Q4_0")
+    text = inspect_file(path, ctx=1024).to_text()
+    assert "\x1b" not in text
+    assert text.startswith(str(path))
+    for part in ["Ti?[31mny", "llama, GGUF version 3", "Q4_0", "memory at 1024 tokens", "512 bytes per"]:
+        assert part in text
+    assert text.endswith("slotd can run it")
+
+
+def test_json(tmp_path: Path) -> None:
+    found = inspect_file(write_tiny_llama(tmp_path / "m.gguf"))
+    data = json.loads(found.to_json())
+    assert data["hyper"]["stop_ids"] == [0, 2]
+    assert data["types"][0]["type"] == "F32"
+    assert data["memory"]["context"] == 512
