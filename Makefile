@@ -59,6 +59,7 @@ lint: ruff mypy
 
 ruff: install-test
 	"$(PY)" -m ruff check .
+	"$(PY)" -m ruff format --check --quiet .
 
 mypy: install-test links
 	"$(PY)" -m mypy $(TYPED:%=-p slotd.%)

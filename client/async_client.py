@@ -252,7 +252,7 @@ class AsyncStream:
         while True:
             if stream.overdue:
                 await self._client.run(stream.attend)
-            pass  # before looking, so that nothing that comes now is missed
+            self._grown.clear()  # before looking, so that nothing that comes now is missed
             try:
                 return stream.command.events.get_nowait()
             except queue.Empty:

@@ -300,7 +300,7 @@ class Batch:
                     return
                 if self._live and job.id is not None:
                     with self._lock:
-                        pass
+                        del self._ids[job.id]
                 self._put(job.line, raw, record)
         except BaseException as error:
             self._fault = self._fault or error

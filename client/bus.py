@@ -30,8 +30,8 @@ class Waiter(Protocol):
     def handle(self, event: Event) -> bool:
         """Take an accepted event. True: it was the last one."""
 
-    def fail(self, error: DaemonError) -> None:
-        """Nothing will come any more."""
+    def fail(self, error: DaemonError) -> bool:
+        """Nothing will come any more. Whether somebody will hear of `error` by it."""
 
 
 class Callbacks:
@@ -141,15 +141,14 @@ class Bus:
         logger.debug("nobody waits for %s", event)
 
     def fail(self, error: DaemonError) -> int:
-        """End of output: every waiter gets `error`, and so does whoever comes later. How many waited."""
+        """End of output: every waiter gets `error`, and so does whoever comes later. How many hear of it."""
         with self._lock:
             if self._error is None:
                 self._error = error
             waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.fail(type(error)(*error.args))
+        told = sum([waiter.fail(type(error)(*error.args)) for waiter in waiters])
         self._ended.set()
-        return len(waiters)
+        return told
 
     def wait_ended(self, timeout: float) -> bool:
         """Wait until `fail` has been called."""
@@ -180,9 +179,10 @@ class EventWaiter:
         self._settled.set()
         return True
 
-    def fail(self, error: DaemonError) -> None:
+    def fail(self, error: DaemonError) -> bool:
         self._error = error
         self._settled.set()
+        return True
 
     def wait(self, timeout: float) -> Event:
         """The event. DaemonTimeoutError after `timeout` seconds, or the error that ended the bus."""

@@ -90,6 +90,7 @@ verbose_option = click.option(
     help="Say more on stderr; with -v a failure shows its traceback, with -vv every protocol line.",
 )  # fmt: skip
 
+
 def _spawn(model: Path, engine: EngineArgs, pre: str | None) -> Client:
     from slotd.client.client import Client
     from slotd.client.daemon_log import show_warning

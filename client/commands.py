@@ -88,9 +88,11 @@ class Command:
     def take(self, event: Event) -> None:
         """Look for the answer in `event`."""
 
-    def fail(self, error: DaemonError) -> None:
-        """The daemon is gone."""
+    def fail(self, error: DaemonError) -> bool:
+        """The daemon is gone. False when the answer was known already."""
+        open = not self.result.done()
         self._end(error)
+        return open
 
     def _answer(self, value: Any) -> None:
         _settle(self.result, value)
@@ -242,9 +244,9 @@ class Generation(Command):
             _settle(self.finished, None)
         return last
 
-    def fail(self, error: DaemonError) -> None:
+    def fail(self, error: DaemonError) -> bool:
         self._put(error)
-        self._end(error)
+        return super().fail(error)
 
     def _put(self, item: Event | DaemonError) -> None:
         self.events.put(item)

@@ -95,9 +95,7 @@ class Session:
         reply_timeout: float,
     ) -> Session:
         """Speak over given pipes, which stay the caller's. Raises DaemonStartError."""
-        session = cls(
-            None, stdin, stdout, callbacks=callbacks, new_id=new_id, reply_timeout=reply_timeout
-        )
+        session = cls(None, stdin, stdout, callbacks=callbacks, new_id=new_id, reply_timeout=reply_timeout)
         session._start(start_timeout, None)
         return session
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.kv.batches import build_batch
+from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.kv.store import PageStore
-from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupt, Model
 from slotd.daemon.models.registry import load_model

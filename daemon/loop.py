@@ -19,7 +19,7 @@ from slotd.daemon.host import EngineHost
 from slotd.daemon.outbox import Outbox
 from slotd.protocol.connection import DaemonConnection
 from slotd.protocol.errors import RequestError
-from slotd.protocol.messages import Command, Done, Quit
+from slotd.protocol.messages import Cancel, Command, Done, Quit, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ class Loop:
 
     def _dispatch(self, item: Command | RequestError) -> None:
         front = self._front
-        if self._reason is not None:
-            item = RequestError("shutting_down", id=getattr(item, "id", None), verb=getattr(item, "verb", ""))
+        if self._reason is not None and not isinstance(item, RequestError):
+            item = _too_late(item)
         try:
             if isinstance(item, RequestError):
                 front.refuse(item)
@@ -143,6 +143,13 @@ class Loop:
         if self._quit is not None and (self._quit.id is not None or self._front.version_2):
             self._front.put(Done(id=self._quit.id, status="ok", fields={"epoch": self._front.epoch}))
         self._outbox.flush(END_OUTPUT)
+
+
+def _too_late(command: Command) -> RequestError:
+    """The refusal of a command that was read after the end was asked for."""
+    verb = command.name if isinstance(command, Unsupported) else command.verb
+    own_id = None if isinstance(command, Cancel) else command.id  # CANCEL's id is another request's
+    return RequestError("shutting_down", id=own_id, verb=verb)
 
 
 def end_process(code: int) -> None:

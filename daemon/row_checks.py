@@ -1,4 +1,4 @@
-"""What must hold for the rows of a call and the path of a commit. A breach is the caller's bug: ValueError."""
+"""What must hold for the rows of a call and the path of a commit. A breach is a bug: ValueError."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def check_rows(rows: Rows, kind: Kind, n_vocab: int, max_ctx: int) -> None:
         start += count
 
 
-def check_path(
-    parents: npt.NDArray[np.int32], start: int, path: SequenceOf[int]
-) -> npt.NDArray[np.int64]:
+def check_path(parents: npt.NDArray[np.int32], start: int, path: SequenceOf[int]) -> npt.NDArray[np.int64]:
     """The path counted from the sequence's first row.
 
     Args:

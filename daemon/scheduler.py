@@ -105,7 +105,8 @@ class Scheduler:
         took = self._take_messages()
         self._drop_cancelled()
         self._run_exclusive()
-        self._admit()
+        if self._admit():
+            self._publish(force=True)  # so that STATUS shows a request before its first piece is done
         stepped = self._step()
         filled = self._prefill_piece(beside_decode=stepped)
         self._publish()
@@ -138,20 +139,23 @@ class Scheduler:
 
     # ----- admission
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Start what may start, in the order it came. True when something did."""
+        before = len(self._running)
         while self._waiting and len(self._running) < self._parallel and not self._exclusive:
             job = self._waiting[0]
             try:
                 self._start(job)
             except OutOfDeviceMemory as error:
                 if self._running:
-                    return  # what runs now will give its pages back
+                    break  # what runs now will give its pages back
                 self._fail(job, error)
             except Exception as error:
                 self._fail(job, error)
             else:
                 self._waiting.popleft()
                 self._running.append(job)
+        return len(self._running) > before
 
     def _start(self, job: Job) -> None:
         """Give the job a sequence that holds what is known of its prompt, and every page it will need."""

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from slotd.daemon.config import MAX_CTX_LIMIT, Config
+from slotd.daemon.config import Config
 from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
 from slotd.daemon.front import Front
 from slotd.daemon.host import EngineHost
 from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop, end_process
-from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.memory import DeviceMemory, Faults
 from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
@@ -46,9 +46,14 @@ def build_engine(config: Config) -> Engine:
         log.warning("--max-ctx %d is beyond the %d positions the model was trained for; answers may degrade",
                     max_ctx, model.hyper.n_ctx_train)  # fmt: skip
     engine = Engine(
-        model, memory=DeviceMemory(config.memory_limit), max_ctx=min(max_ctx, MAX_CTX_LIMIT),
-        k_type=config.k_type, v_type=config.v_type, exact=config.exact, n_slots=config.slots,
-    )  # fmt: skip
+        model,
+        memory=DeviceMemory(config.memory_limit, Faults.parse(os.environ.get("SLOTD_FAULT"))),
+        max_ctx=max_ctx,
+        k_type=config.k_type,
+        v_type=config.v_type,
+        exact=config.exact,
+        n_slots=config.slots,
+    )
     log.info("%s loaded in %.1f s", config.model, time.monotonic() - began)
     return engine
 

@@ -64,7 +64,8 @@ def read_vocabulary(header: Header, pre: str | None = None) -> Vocabulary:
         n_tokens=len(tokens),
         bos_id=bos_id,
         eos_id=_token_id(header, "eos", len(tokens)),
-        add_bos=bos_id is not None and header.flag("tokenizer.ggml.add_bos_token", _default_add_bos(header, pre)),
+        add_bos=bos_id is not None
+        and header.flag("tokenizer.ggml.add_bos_token", _default_add_bos(header, pre)),
         stop_ids=frozenset(by_text | {index for index in named if index is not None}),
     )
 
@@ -88,7 +89,6 @@ def _is_own(header: Header, index: int) -> bool:
 
 
 def _default_add_bos(header: Header, pre: str | None) -> bool:
-    return (
-        (pre or header.string("tokenizer.ggml.pre", "")) in _BOS_BY_PRE
-        or header.string("tokenizer.ggml.model", "") in _BOS_BY_MODEL
-    )
+    return (pre or header.string("tokenizer.ggml.pre", "")) in _BOS_BY_PRE or header.string(
+        "tokenizer.ggml.model", ""
+    ) in _BOS_BY_MODEL

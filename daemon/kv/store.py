@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
 from slotd.daemon.kv.element_types import KvType
+from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Piece, Run
 

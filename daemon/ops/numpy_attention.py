@@ -20,8 +20,9 @@ import numpy.typing as npt
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import TILE, Array, Batch, Run, Span
 
-#: Bytes of scores that are worked on at once: they should stay in the cache.
-SCORE_BYTES = 2 * 1024 * 1024
+#: Bytes of scores that are worked on at once; as many again hold the products with V. More rows at a time
+#: share the conversion of float16 K and V, the scratch of a long context stays bounded.
+SCORE_BYTES = 8 * 1024 * 1024
 
 FLOAT32 = np.dtype(np.float32)
 #: Behind every tile.
@@ -67,9 +68,7 @@ class Block:
 def plan_attention(batch: Batch, exact: bool, n_head: int) -> list[Block]:
     """The work of one layer, the same for all layers."""
     return [
-        _plan_block(span, rows, exact, n_head)
-        for span in batch.spans
-        for rows in _row_blocks(span, n_head)
+        _plan_block(span, rows, exact, n_head) for span in batch.spans for rows in _row_blocks(span, n_head)
     ]
 
 
@@ -125,7 +124,7 @@ def attend_block(memory: DeviceMemory, layer: int, q: Array, block: Block, out: 
         k = _gather(memory, [run.k[layer, inside] for _, _, run, inside in block.gathered], block.tail)
         np.matmul(block.by_row(queries), k.swapaxes(-1, -2), out=block.by_row(scores[n_shared:]))
 
-    sums = _softmax_weights(scores, block)
+    sums = _softmax_weights(memory, scores, block)
 
     parts = memory.empty((block.n_tiles, *block.products, value_dim))
     for first, stop, run, inside in block.shared:
@@ -135,15 +134,18 @@ def attend_block(memory: DeviceMemory, layer: int, q: Array, block: Block, out: 
         v = _gather(memory, [run.v[layer, inside] for _, _, run, inside in block.gathered], block.tail)
         np.matmul(block.by_row(scores[n_shared:]), v, out=block.by_row(parts[n_shared:]))
     # Along the outer axis NumPy adds one tile after the other.
-    mixed = np.add.reduce(parts, axis=0)
-    np.divide(block.by_row(mixed), block.by_row(sums), out=out.reshape(n, n_group, block.per_group, value_dim))
+    mixed = np.add.reduce(parts, axis=0, out=memory.empty(parts.shape[1:]))
+    by_head = out.reshape(n, n_group, block.per_group, value_dim)
+    np.divide(block.by_row(mixed), block.by_row(sums), out=by_head)
 
 
-def _softmax_weights(scores: Array, block: Block) -> Array:
+def _softmax_weights(memory: DeviceMemory, scores: Array, block: Block) -> Array:
     """Scores [tiles, B, G, M, TILE] become P in place; returns sum_t l_t, [B, G, M, 1]."""
     if len(block.hidden):
         np.copyto(block.by_row(scores[-len(block.hidden) :]), MINUS_INFINITY, where=block.hidden)
-    peak = np.maximum.reduce(scores, axis=0) if len(scores) > 1 else scores[0]
+    peak = scores[0]
+    if len(scores) > 1:
+        peak = np.maximum.reduce(scores, axis=0, out=memory.empty(peak.shape))
     scores -= np.maximum.reduce(peak, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     # accumulate is sequential by definition; reduce is not when there is only one sum for each tile.

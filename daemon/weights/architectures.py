@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from slotd.protocol.gguf_vocabulary import TOKENS_KEY, Vocabulary, read_vocabulary
 from slotd.protocol.errors import ModelError
 from slotd.protocol.gguf_header import Header
+from slotd.protocol.gguf_vocabulary import TOKENS_KEY, Vocabulary, read_vocabulary
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"

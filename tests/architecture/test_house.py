@@ -153,8 +153,6 @@ def test_the_tree_is_read(tree: dict[str, str]) -> None:
 
 def test_long_files_are_long_and_have_a_reason(tree: dict[str, str]) -> None:
     unneeded = [
-        name
-        for name, reason in LONG_FILES.items()
-        if not reason or tree.get(name, "").count("\n") <= LONGEST
+        name for name, reason in LONG_FILES.items() if not reason or tree.get(name, "").count("\n") <= LONGEST
     ]
     assert unneeded == []

@@ -150,12 +150,13 @@ def test_the_python_client_by_ids_and_by_chat(default_model: Path) -> None:
 
 def test_a_batch(default_model: Path, tmp_path: Path) -> None:
     jobs, out = tmp_path / "jobs.jsonl", tmp_path / "out.jsonl"
+    greedy = {"max_tokens": 64, "temperature": 0}
+    capital, meeting = ([{"role": "user", "content": case["prompt"]}] for case in (CAPITAL, MEETING))
     lines = [
-        {"id": "ids", "ids": CAPITAL["ids"], "params": {"max_tokens": 64}},
-        {"id": "chat", "messages": [{"role": "user", "content": MEETING["prompt"]}], "params": {"max_tokens": 64}},
-        {"custom_id": "openai", "body": {"messages": [{"role": "user", "content": CAPITAL["prompt"]}],
-                                         "max_tokens": 64, "temperature": 0}},
-    ]  # fmt: skip
+        {"id": "ids", "ids": CAPITAL["ids"], "params": greedy},
+        {"id": "chat", "messages": meeting, "params": greedy},
+        {"custom_id": "openai", "body": {"messages": capital, **greedy}},
+    ]
     jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
     argv = [
         sys.executable,

@@ -25,8 +25,10 @@ def joined(ids: list[int]) -> str:
 def test_prompts_at_the_edge_of_the_context(tiny_llama: Path) -> None:
     """One too long, exactly full, and full but for one: named numbers, never a cut prompt, never a crash."""
     with DaemonProcess(tiny_llama, "--max-ctx=64") as daemon:
-        for length, n_gen, status in ((65, 0, "err"), (64, 0, "ok"), (64, 1, "err"), (63, 1, "length"), (60, 4, "length"),
-                                      (60, 5, "err"), (1, 63, "length")):  # fmt: skip
+        for length, n_gen, status in (
+            *((65, 0, "err"), (64, 0, "ok"), (64, 1, "err"), (63, 1, "length")),
+            *((60, 4, "length"), (60, 5, "err"), (1, 63, "length")),
+        ):
             produced, done = daemon.generate([7] * length, n_gen, "ignore_eos=1", f"r{length}-{n_gen}")
             assert done.status == status, (length, n_gen, done)
             if status == "err":

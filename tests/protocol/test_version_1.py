@@ -202,9 +202,9 @@ def test_without_a_stream_a_prompt_is_refused_by_name(tiny_llama: Path, prompt: 
 def test_the_source_command_line_is_accepted_and_what_is_inactive_is_said(
     tiny_llama: Path, prompt: Path
 ) -> None:
-    flags = ["missing-draft.safetensors", "--daemon", "--fast-rollback", "--ddtree", "--ddtree-budget=22",
-             "--max-ctx=128", "-ctk", "f16", "--cache-type-v=f16", "--fa-window", "1024", "--target-gpu=0"]  # fmt: skip
-    with DaemonProcess(tiny_llama, *flags) as daemon:
+    flags = "missing-draft.safetensors --daemon --fast-rollback --ddtree --ddtree-budget=22 --max-ctx=128"
+    flags += " -ctk f16 --cache-type-v=f16 --fa-window 1024 --target-gpu=0"
+    with DaemonProcess(tiny_llama, *flags.split()) as daemon:
         daemon.send(f"{prompt} 3")
         assert len(daemon.read_stream()) <= 3
         daemon.send("PROPS")

@@ -201,7 +201,7 @@ def test_a_server_may_use_an_id_again_once_it_is_answered() -> None:
     answers, out = os.pipe()
     with os.fdopen(answers, "rb") as replies, os.fdopen(out, "wb") as sink:
         batch = Batch(FakeClient(), PipeSink(sink), parallel=2, defaults={}, model="m", live=True)
-        thread = threading.Thread(target=batch.run, args=(read,))
+        thread = threading.Thread(target=batch.run, args=(read,), daemon=True)
         thread.start()
         for _ in range(3):
             os.write(write, lines({"id": "same", "prompt": "x"}))
@@ -255,27 +255,27 @@ def test_two_deaths_fail_the_job(tmp_path: Path) -> None:
 
 def test_a_job_that_kills_daemons_takes_no_neighbour_with_it(tmp_path: Path) -> None:
     """Whoever is inside together with the poison dies with it once; the second tries are alone."""
-    lock = threading.Lock()
-    inside: set[int] = set()
-    dead: set[int] = set()
+    death = threading.Condition()
+    deaths = 0
     starts = threading.Barrier(3, timeout=20)
     first_round = threading.Event()
 
     def answer(request: dict[str, Any]) -> Completion:
-        me = threading.get_ident()
-        with lock:
-            inside.add(me)
+        nonlocal deaths
+        with death:
+            seen = deaths
         if not first_round.is_set():
             starts.wait()
             first_round.set()
-        with lock:
-            if request["prompt"] == "poison":
-                dead.update(inside)
-            inside.discard(me)
-            died = me in dead
-            dead.discard(me)
-        if died or request["prompt"] == "poison":
+        if request["prompt"] == "poison":
+            time.sleep(0.05)
+            with death:
+                deaths += 1
+                death.notify_all()
             raise DaemonDiedError("killed")
+        with death:
+            if death.wait_for(lambda: deaths > seen, timeout=0.15):
+                raise DaemonDiedError("killed")
         return completion()
 
     jobs = [{"id": name, "prompt": name} for name in ("a", "poison", "b", "c", "d")]

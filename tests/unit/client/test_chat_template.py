@@ -45,8 +45,13 @@ def test_blocks_leave_no_blank_lines() -> None:
 
 
 def test_loop_controls() -> None:
-    assert render("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
-                  "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "02"
+    assert (
+        render(
+            "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+            "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        )
+        == "02"
+    )
 
 
 def test_generation_block_is_its_content() -> None:

@@ -74,13 +74,15 @@ def test_an_end_without_the_answer_is_an_error_too() -> None:
 
 def test_cancel_answers_go_to_the_cancel_and_not_to_its_target() -> None:
     bus = Bus()
+    first = active(bus, commands.Cancel("a"))
     target = active(bus, commands.Generation(Prompt(id="a", ids=[1], n_gen=4)))
-    first, second = active(bus, commands.Cancel("a")), active(bus, commands.Cancel("a"))
-    say(bus, "[cancel] id=a found=1", "[cancel] id=a found=0")
+    second = active(bus, commands.Cancel("a"))
+    say(bus, "[tok] id=a at=0 ids=5", "[cancel] id=a found=1", "[cancel] id=a found=0")
     assert first.result.result(0) is True
     assert second.result.result(0) is False
     assert first.state is State.DONE
     assert target.state is State.ACTIVE
+    assert target.events.qsize() == 1
     assert bus.waiters == 1
 
 
@@ -112,6 +114,14 @@ def test_the_death_of_the_daemon_ends_every_command() -> None:
             command.result.result(0)
         assert command.finished.done()
     assert isinstance(generation.events.get(timeout=0), DaemonDiedError)
+
+
+def test_a_death_behind_the_answer_is_told_to_nobody() -> None:
+    bus = Bus()
+    command = active(bus, commands.ListSlots("a"))
+    say(bus, "[snap] slots=1 id=a")
+    assert bus.fail(DaemonDiedError("gone")) == 0
+    assert command.result.result(0) == (1,)
 
 
 def test_a_listener_that_fails_harms_nobody() -> None:

@@ -123,9 +123,7 @@ def test_lone_surrogate_is_refused(tiny: Tokenizer) -> None:
         ("llama-bpe", {"add_bos_token": None, "bos_token_id": None}, False),
     ],
 )
-def test_bos_stands_first_when_the_vocabulary_says_so(
-    pre: str, keys: dict[str, Any], expected: bool
-) -> None:
+def test_bos_stands_first_when_the_vocabulary_says_so(pre: str, keys: dict[str, Any], expected: bool) -> None:
     tokenizer = Tokenizer.from_metadata(metadata(pre=pre, **keys))
     assert tokenizer.add_bos is expected
     assert tokenizer.encode("a") == [IM_START] * expected + [FIRST_BYTE_TOKEN + ord("a")]

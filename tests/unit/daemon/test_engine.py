@@ -254,6 +254,7 @@ def test_truncate(engine: Engine, length: int) -> None:
     sequence = fill(engine, 150)
     engine.truncate(sequence, length)
     assert sequence.tokens.tolist() == TOKENS[:length]
+    assert engine.memory_report()["pages_used"] == -(-length // 64)
     alone = fill(engine, length) if length else engine.open()
     assert next_logits(engine, sequence) == next_logits(engine, alone)
     with pytest.raises(ValueError, match="cannot truncate"):
@@ -377,9 +378,7 @@ def test_unknown_kv_types_are_refused(make: Callable[..., Engine]) -> None:
         make(v_type="q8_0")
 
 
-def test_exact_checks_the_blas_at_start(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_checks_the_blas_at_start(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slotd.daemon.engine.BIG_WEIGHT", 1)
     monkeypatch.setattr(numpy_ops, "BIG_WEIGHT", 1)
     monkeypatch.setattr(numpy_ops, "LEAST_ROWS", 1)  # a lone row is multiplied alone: its bits differ

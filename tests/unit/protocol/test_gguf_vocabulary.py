@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slotd.protocol.gguf_vocabulary import Vocabulary, read_vocabulary
 from slotd.protocol.errors import ModelError
 from slotd.protocol.gguf_header import Header
+from slotd.protocol.gguf_vocabulary import Vocabulary, read_vocabulary
 
 TOKENS = ["a", "b", "<|im_end|>", "c", "<|eot_id|>", "<|fim_pad|>"]
 

@@ -133,8 +133,8 @@ def test_add_is_in_place(ops: NumpyOps) -> None:
 def test_kv_move_reads_all_before_it_writes(ops: NumpyOps) -> None:
     planes = [(normal(2, 3, 4, seed=i), normal(2, 3, 4, seed=10 + i)) for i in range(4)]
     before = [(k.copy(), v.copy()) for k, v in planes]
-    ops.kv_move([planes[2], planes[3], planes[1]], [planes[0], planes[2], planes[3]])
-    for target, source in ((0, 2), (2, 3), (3, 1), (1, 1)):
+    ops.kv_move([planes[1], planes[3], planes[2]], [planes[3], planes[2], planes[0]])
+    for target, source in ((3, 1), (2, 3), (0, 2), (1, 1)):
         for plane in (0, 1):
             assert (planes[target][plane] == before[source][plane]).all()
 
