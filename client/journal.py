@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slotd.client.durable import sync_folder
 from slotd.client.jobs import Record, encode_record
 from slotd.protocol.errors import ConfigError
 
@@ -146,7 +147,7 @@ class Journal:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(self.out.parent)
+        sync_folder(self.out.parent)
         self.path.unlink()
         self._published = True
 
@@ -174,11 +175,3 @@ def _entry(raw: bytes) -> dict[str, Any] | None:
         return None
     whole = isinstance(entry["line"], int) and isinstance(entry["record"], dict)
     return entry if whole and isinstance(entry["hash"], str) else None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -91,14 +91,4 @@ def _prompt_arguments(client: Client, question: Question) -> dict[str, Any]:
 
 
 def _report(answer: Completion, params: ParamDict) -> dict[str, Any]:
-    return {
-        "text": answer.text,
-        "ids": list(answer.ids),
-        "finish_reason": answer.finish_reason,
-        "stop": answer.stop,
-        "prompt_tokens": answer.prompt_tokens,
-        "cached_tokens": answer.cached_tokens,
-        "seed": answer.seed,
-        "sampling": effective(params, answer.seed),
-        "timings": dict(answer.timings),
-    }
+    return {**answer.as_dict(), "sampling": effective(params, answer.seed)}
