@@ -24,8 +24,18 @@ def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores
 
 
+_chosen_here = False
+
+
 def limit_blas_threads() -> None:
     """Set the thread count for every BLAS, unless the user has set one."""
+    global _chosen_here
     if not any(name in os.environ for name in VARIABLES):
+        _chosen_here = True
         for name in VARIABLES:
             os.environ[name] = str(usable_cores())
+
+
+def chosen_by_user() -> bool:
+    """Whether the thread count came from outside, and is to stay what it is."""
+    return not _chosen_here

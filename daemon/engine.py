@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon import blas_threads
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.pages import PAGE, pages_for
@@ -22,6 +23,7 @@ from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupt, Model
 from slotd.daemon.models.registry import load_model
+from slotd.daemon.ops.blas import BlasThreads
 from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
@@ -91,6 +93,7 @@ class Engine:
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
         self._path = file.path
         self._ops = NumpyOps(self.memory, exact)
+        self._threads = BlasThreads(adapt=not exact and not blas_threads.chosen_by_user())
         self._loaded: Model | None = load_model(file, self._ops, self.memory)
         self._sequences: set[Sequence] = set()
         self._open: dict[Sequence, _Open] = {}
@@ -212,12 +215,13 @@ class Engine:
             self._known(sequence)
         for sequence in rows.sequences:
             self.drop(sequence)
-        if kind is Kind.PROMPT:
-            outputs = self._forward_prompt(rows, interrupt)
-        else:
-            with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
-                self._make_writable(rows)
-                outputs = self._compute(rows, self._model.embed(rows.tokens), interrupt)
+        with self._threads.call(_cost_class(rows, kind), len(rows)):
+            if kind is Kind.PROMPT:
+                outputs = self._forward_prompt(rows, interrupt)
+            else:
+                with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
+                    self._make_writable(rows)
+                    outputs = self._compute(rows, self._model.embed(rows.tokens), interrupt)
         start = 0
         for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
             inside = slice(start, start + n)
@@ -380,3 +384,9 @@ class Engine:
             if weight.size >= BIG_WEIGHT and weight.shape not in checked:
                 checked.add(weight.shape)
                 self._ops.check_exact(weight)
+
+
+def _cost_class(rows: Rows, kind: Kind) -> str:
+    """Calls whose seconds for a row compare: pieces of a prompt, and steps of about as many rows."""
+    n = len(rows)
+    return f"{kind.value}-{n.bit_length()}"

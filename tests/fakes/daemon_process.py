@@ -13,11 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slotd.daemon import blas_threads
 from slotd.protocol.messages import Done, Event, Json, Tokens
 from slotd.protocol.wire import parse_event
 
 #: Bound of every wait, in seconds: a busy machine with two cores is slow, a hang is not slow.
 PATIENCE = 60.0
+
+
+def _environment() -> dict[str, str]:
+    """The environment without the test process's own thread count: a daemon chooses as it does for a user."""
+    return {name: value for name, value in os.environ.items() if name not in blas_threads.VARIABLES}
 
 
 class DaemonProcess:
@@ -42,7 +48,7 @@ class DaemonProcess:
             pass_fds = (write,)
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=pass_fds,
-            env={**os.environ, **(env or {})},
+            env={**_environment(), **(env or {})},
         )  # fmt: skip
         for descriptor in pass_fds:
             os.close(descriptor)
