@@ -93,23 +93,24 @@ class Front:
     def accept(self, command: Command, start: Callable[[OpenRequest], None]) -> None:
         """Open the command and start it: now when it has an id, else in its turn in the serial lane."""
         now = self._clock()
-        if command.id is None:
-            number = self.requests.next_number()
-            self.requests.enqueue(OpenRequest(number, command, start, self.version_2, now))
-            self.run_lane()
-            return
-        request = OpenRequest(command.id, command, start, True, now)
         try:
-            self.requests.add(request)
+            if command.id is None:
+                number = self.requests.next_number()
+                self.requests.enqueue(OpenRequest(number, command, start, self.version_2, now))
+            else:
+                self.requests.add(request := OpenRequest(command.id, command, start, True, now))
         except RequestError as error:
-            # A [done] with this id would be taken for that of the open request: an err line instead.
-            self.put(Error(code=error.code, fields=error.fields, id=command.id))
+            self.refuse(error)
+            return
+        if command.id is None:
+            self.run_lane()
         else:
             self._start(request)
 
     def refuse(self, error: RequestError) -> None:
-        """Answer a line that is not a command, in its turn when it has no id."""
+        """Answer a line that is not accepted, in its turn when it has no id."""
         if error.id is not None and self.requests.get(error.id) is not None:
+            # A [done] with this id would be taken for that of the open request: an err line instead.
             self.put(Error(code=error.code, fields=error.fields, id=error.id))
         elif error.id is not None:
             self.put(Done(id=error.id, status="err", fields={"code": error.code, **error.fields}))
@@ -173,6 +174,8 @@ class Front:
             self.put(Done(id=request_id, status=status, fields=named), key)
         elif code is not None:
             self.put(Error(code=code, fields=reason), key)
+        elif status == "cancelled" and not owes_end:
+            self.put(Error(code="cancelled"), key)  # version 1 has no other terminal event for it
         if owes_end and request_id is None:
             self._outbox.end_response(key)
 

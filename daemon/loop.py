@@ -52,14 +52,15 @@ class Loop:
         self._host = host
         self._parent = os.getppid()
         self._reason: str | None = None
+        self._exit_code = 0
         self._quit: Quit | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
 
-    def request_end(self, reason: str) -> None:
-        """End at once; callable from signal handlers and any thread."""
+    def request_end(self, reason: str, exit_code: int = 0) -> None:
+        """End at once; callable from signal handlers and any thread. The first call counts."""
         if self._reason is None:
-            self._reason = reason
+            self._reason, self._exit_code = reason, exit_code
         try:
             os.write(self._wake_write, b"x")
         except OSError:
@@ -77,7 +78,7 @@ class Loop:
         if at_eof:
             self._finish_accepted()
         self._end(self._reason or "end of input")
-        return 0
+        return self._exit_code
 
     def _serve(self) -> bool:
         """Read and dispatch lines; True at end of input, False when asked to end."""

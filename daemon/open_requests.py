@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slotd.daemon.link import Flags, Key
-from slotd.protocol.errors import RequestError
+from slotd.protocol.errors import RequestError, Value
 from slotd.protocol.messages import Command
 
 #: More open requests than this are refused: a client that only sends would fill the memory.
@@ -65,7 +65,6 @@ class OpenRequests:
         self._lane: deque[LaneItem] = deque()
         self._lane_current: OpenRequest | None = None
         self._next_number = 0
-        self._empty = threading.Condition(self._lock)
 
     def __len__(self) -> int:
         with self._lock:
@@ -93,10 +92,14 @@ class OpenRequests:
         """
         with self._lock:
             if request.key in self._by_key:
-                raise RequestError("duplicate_id", verb=request.command.verb)
-            if len(self) >= MAX_OPEN:
-                raise RequestError("busy", {"open": len(self), "limit": MAX_OPEN}, verb=request.command.verb)
+                raise RequestError("duplicate_id", id=request.id, verb=request.command.verb)
+            self._check_room(request)
             self._by_key[request.key] = request
+
+    def _check_room(self, request: OpenRequest) -> None:
+        if len(self) >= MAX_OPEN:
+            fields: dict[str, Value] = {"open": len(self), "limit": MAX_OPEN}
+            raise RequestError("busy", fields, id=request.id, verb=request.command.verb)
 
     def remove(self, key: Key) -> OpenRequest | None:
         """Close a request; None when it is not open (any more)."""
@@ -104,14 +107,19 @@ class OpenRequests:
             request = self._by_key.pop(key, None)
             if request is self._lane_current:
                 self._lane_current = None
-            self._empty.notify_all()
             return request
 
     # ----- the serial lane
 
     def enqueue(self, item: LaneItem) -> None:
-        """Put a command (or a refusal) behind the commands without id that came before it."""
+        """Put a command (or a refusal) behind the commands without id that came before it.
+
+        Raises:
+            RequestError: busy (never for a refusal).
+        """
         with self._lock:
+            if isinstance(item, OpenRequest):
+                self._check_room(item)
             self._lane.append(item)
 
     def next_in_lane(self) -> LaneItem | None:
@@ -123,7 +131,6 @@ class OpenRequests:
             if isinstance(item, OpenRequest):
                 self._lane_current = item
                 self._by_key[item.key] = item
-            self._empty.notify_all()
             return item
 
     @property
@@ -136,13 +143,7 @@ class OpenRequests:
         with self._lock:
             items = list(self._lane)
             self._lane.clear()
-            self._empty.notify_all()
             return items
-
-    def wait_empty(self, timeout: float) -> bool:
-        """Wait until nothing is open or queued."""
-        with self._empty:
-            return self._empty.wait_for(lambda: not self._by_key and not self._lane, timeout)
 
     def report(self) -> dict[str, Any]:
         """Counts for STATUS."""

@@ -225,7 +225,15 @@ class Scheduler:
             self._finish(job, "cancelled")
         except Exception as error:
             self._fail(job, error)
+        else:
+            self._take_turns(job)
         return True
+
+    def _take_turns(self, job: Job) -> None:
+        """Put a job whose prompt goes on behind the others: a short prompt must not wait for a long one."""
+        if job.phase is Phase.PREFILL and job in self._running:
+            self._running.remove(job)
+            self._running.append(job)
 
     def _advance(self, job: Job, beside_decode: bool) -> None:
         assert job.sequence is not None

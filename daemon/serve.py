@@ -79,7 +79,7 @@ class _Daemon:
         connection = DaemonConnection(max_line=config.max_line)
         self.outbox = Outbox(stdout_fd, stream_fd, self._stdout_gone, self._stream_gone)
         scheduler = _scheduler(config, engine, lambda message: self.front.deliver(message))
-        self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died"))
+        self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died", exit_code=1))
         self.front = Front(
             connection, self.outbox, self.host.send,
             Limits(n_vocab=hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots),

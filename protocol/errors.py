@@ -30,6 +30,7 @@ CODES: Mapping[str, str] = {
     "bad_token": "a token id of the prompt is not in the vocabulary",
     "bad_utf8": "the line is not UTF-8",
     "busy": "too many requests are queued",
+    "cancelled": "the command was cancelled (only where version 1 has no other end for it)",
     "device_lost": "the engine died while the request ran",
     "duplicate_id": "a request with this id is still open",
     "empty_prompt": "the prompt has no tokens (missing, unreadable or empty file)",

@@ -290,3 +290,33 @@ def test_every_command_gets_exactly_one_terminal_event(daemon: DaemonProcess) ->
     seen.update(str(parse_event(line).id) for line in daemon.quiet(0.3) if line.startswith("[done]"))
     seen.pop("end", None)
     assert seen == expected
+
+
+def test_a_cancelled_command_without_any_other_end_gets_an_err_line(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.bin"
+    source.write_bytes(b"\x02\0\0\0\x05\0\0\0\x06\0\0\0")
+    with DaemonProcess(tiny_llama, "--max-ctx=20000") as daemon:
+        daemon.send(f"generate {source} 19000 {tmp_path / 'out.bin'}", "LIST_SLOTS")
+        while True:  # until the engine has it
+            daemon.send("STATUS")
+            if daemon.wait_json("status")["running"]:
+                break
+        daemon.send("CANCEL")
+        assert daemon.next_line() == "[cancel] found=1"
+        assert daemon.next_line() == "err cancelled"
+        assert daemon.next_line() == "[snap] slots="
+        assert not (tmp_path / "out.bin").exists()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_llama: Path) -> None:
+    with DaemonProcess(tiny_llama, "--max-ctx=100000", "--chunk=64") as daemon:
+        daemon.send(f"- 1 ids={','.join(['7'] * 60_000)} id=long")
+        daemon.wait_line("[prefill] id=long")
+        daemon.send("- 2 ids=5,6,7 id=short ignore_eos=1")
+        assert daemon.wait_done("short").status == "length"
+        daemon.send("STATUS")
+        assert daemon.wait_json("status")["running"][0]["phase"] == "prefill"
+        daemon.send("CANCEL id=long")
+        daemon.wait_done("long")
