@@ -24,6 +24,10 @@ def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores
 
 
+#: An idle thread of OpenBLAS spins for 2^N cycles before it sleeps. The default of 2^26 takes the cores of
+#: a busy machine from the very threads it waits for.
+SPIN_VARIABLE = "OPENBLAS_THREAD_TIMEOUT"
+
 _chosen_here = False
 
 
@@ -34,6 +38,7 @@ def limit_blas_threads() -> None:
         _chosen_here = True
         for name in VARIABLES:
             os.environ[name] = str(usable_cores())
+        os.environ.setdefault(SPIN_VARIABLE, "4")
 
 
 def chosen_by_user() -> bool:

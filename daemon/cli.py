@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -181,8 +182,8 @@ def split_arguments(
         if as_daemon:
             raise ConfigError("--daemon takes TARGET and DRAFT only, not a one-shot prompt")
         prompt, n_gen, out = arguments[2:]
-        if not n_gen.isdecimal() or int(n_gen) > 2**31 - 1:
-            raise ConfigError(f"N {n_gen!r}: must be a number of tokens, 0 to {2**31 - 1}")
+        if not re.fullmatch(r"\d{1,10}", n_gen, re.ASCII) or int(n_gen) > 2**31 - 1:
+            raise ConfigError(f"N {n_gen[:40]!r}: must be a number of tokens, 0 to {2**31 - 1}")
         return arguments[0], arguments[1], (prompt, int(n_gen), out)
     if len(arguments) > 2:
         raise ConfigError(
@@ -224,7 +225,7 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
         found.append(Inactive("DRAFT", draft, missing + NO_DRAFT))
     for name, reason in INACTIVE_FLAGS.items():
         value = flags[name]
-        if value in (None, False) or (name == "fa_window" and value == 0):
+        if value is None or value is False or (name == "fa_window" and value == 0):
             continue  # not asked for; a window of 0 is full attention
         found.append(Inactive("--" + name.replace("_", "-"), "" if value is True else str(value), reason))
     return tuple(found)

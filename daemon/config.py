@@ -94,10 +94,11 @@ def parse_size(name: str, text: str) -> int:
     Raises:
         ConfigError: not a size, or not above zero.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"{name} {text!r}: must be a size above 0 such as 24GiB, 512M or 1000000")
-    return int(float(match[1]) * 1024 ** KIB_POWERS[match[2]])
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    size = int(float(match[1]) * 1024 ** KIB_POWERS[match[2]]) if match is not None else 0
+    if size < 1:
+        raise ConfigError(f"{name} {text[:40]!r}: must be a size of a byte and more: 24GiB, 512M or 1000000")
+    return size
 
 
 def parse_stream_fd(text: str) -> int | str:
@@ -108,6 +109,6 @@ def parse_stream_fd(text: str) -> int | str:
     """
     if text == "-":
         return text
-    if not text.isdecimal() or int(text) < 3:
-        raise ConfigError(f"--stream-fd {text!r}: must be an inherited descriptor of at least 3, or -")
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not 3 <= int(text) < 1 << 31:
+        raise ConfigError(f"--stream-fd {text[:40]!r}: must be an inherited descriptor of at least 3, or -")
     return int(text)

@@ -52,6 +52,7 @@ def admit_file(command: Generate, limits: Limits) -> tuple[Prompt, Ids]:
     Raises:
         RequestError: as admit_prompt.
     """
+    _check_ids_of("logit_bias", (token for token, _ in command.sampling.logit_bias), limits)
     ids = read_ids(command.path, counted=True)
     _check_prompt(ids, command.n_gen, False, limits)
     return Prompt(id=command.id, n_gen=command.n_gen, sampling=command.sampling), ids

@@ -278,15 +278,15 @@ class Engine:
             self.slots.put(number, slot)
         return slot
 
-    def restore(self, number: int) -> Sequence:
-        """A new sequence with all that a slot holds.
+    def restore(self, number: int, length: int | None = None) -> Sequence:
+        """A new sequence with the first `length` tokens of a slot (default: all).
 
         Raises:
             KeyError: the slot is empty.
             OutOfDeviceMemory: site restore.
         """
         with self.memory.site("restore"):
-            return self.fork(self.slots[number])
+            return self.fork(self.slots[number], length)
 
     def free_slot(self, number: int) -> bool:
         """Empty a slot; whether it held something."""

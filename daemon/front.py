@@ -126,10 +126,12 @@ class Front:
             self._in_lane = True
             try:
                 while (item := self.requests.next_in_lane()) is not None:
-                    if isinstance(item, OpenRequest):
-                        self._start(item)
-                    else:
+                    if isinstance(item, Refusal):
                         self._answer_refusal(item)
+                    elif self.closing:
+                        self.finish(item, "cancelled")
+                    else:
+                        self._start(item)
             finally:
                 self._in_lane = False
 
@@ -247,17 +249,18 @@ class Front:
         request.flags.cancelled = True
         return True
 
+    def stream_gone(self) -> None:
+        """Nobody reads the token stream any more: the request that writes to it has no use."""
+        request = self.requests.lane_current
+        if request is not None and isinstance(request.command, Prompt):
+            request.flags.cancelled = True
+
     def cancel_all(self) -> None:
-        """Ask for the end of everything that is open, and answer everything that has not started."""
+        """Ask for the end of everything that is open; what waits in the lane is answered in its turn."""
         self.closing = True
-        for item in self.requests.drain_lane():
-            if isinstance(item, Refusal):
-                self._answer_refusal(item)
-            else:
-                command = item.command
-                self._terminate(item.key, "cancelled", None, {}, {}, item.version_2, command.ends_stream)
         for request in self.requests:
             request.flags.cancelled = True
+        self.run_lane()
 
     def tick(self) -> bool:
         """Wake paused requests whose reader caught up, cancel those it gave up. True while any is paused."""

@@ -17,6 +17,9 @@ from slotd.daemon.sequence import Sequence
 from slotd.protocol.errors import Value
 from slotd.protocol.messages import Prompt, Restore
 
+#: A seed that nobody gave is drawn with so many bits: a JSON reader that has doubles only keeps it exact.
+DRAWN_SEED_BITS = 53
+
 
 class Phase(enum.Enum):
     """Where a job stands."""
@@ -53,7 +56,7 @@ class Job:
         self.produced: list[int] = []
         self.history: array[int] = array("i", self.ids.tobytes())
         seed = self.command.sampling.seed
-        self.seed = secrets.randbits(64) if seed is None else seed
+        self.seed = secrets.randbits(DRAWN_SEED_BITS) if seed is None else seed
         self.sampler = Sampler(self.command.sampling, self.seed)
         self.stop_ids = frozenset(self.command.stop) | (frozenset() if self.command.ignore_eos else eos_ids)
         self.snap_done = self.command.snap is None

@@ -138,13 +138,6 @@ class OpenRequests:
         """The command without id that runs now."""
         return self._lane_current
 
-    def drain_lane(self) -> list[LaneItem]:
-        """Take everything that has not started."""
-        with self._lock:
-            items = list(self._lane)
-            self._lane.clear()
-            return items
-
     def report(self) -> dict[str, Any]:
         """Counts for STATUS."""
         with self._lock:

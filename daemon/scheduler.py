@@ -201,7 +201,7 @@ class Scheduler:
             raise RequestError("prefix_mismatch", {"slot": slot, "at": shared, "cur_pos": length})
         if length == len(job.ids) and held.logits is None:
             length -= 1  # the answer starts from the last token's logits: compute that token once more
-        return self._engine.fork(held, length), held.logits if length == len(job.ids) else None
+        return self._engine.restore(slot, length), held.logits if length == len(job.ids) else None
 
     def _reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Reserve pages, giving up ended sequences, oldest first, while they do not fit."""
@@ -298,28 +298,25 @@ class Scheduler:
         jobs = [job for job in self._running if job.phase is Phase.DECODE and not job.flags.paused]
         if not jobs:
             return False
-        try:
-            self._step_together(jobs)
-        except Exception as error:
-            if len(jobs) == 1:
-                self._fail(jobs[0], error)
-                return True
-            for job in jobs:  # one of them is the cause: only that one may fail
-                try:
-                    self._step_together([job])
-                except Exception as own_error:
-                    self._fail(job, own_error)
+        self._step_together(jobs)
         return True
 
     def _step_together(self, jobs: list[Job]) -> None:
         rows = Rows.join([Rows.chain(job.running_sequence, job.produced[-1:]) for job in jobs])
-        outputs = self._engine.forward(rows, Kind.STEP)
+        try:
+            outputs = self._engine.forward(rows, Kind.STEP)
+        except Exception as error:
+            if len(jobs) == 1:
+                self._fail(jobs[0], error)
+                return
+            for job in jobs:  # nothing was changed: each again on its own, so that only the cause fails
+                self._step_together([job])
+            return
         for row, job in enumerate(jobs):
-            self._engine.commit(job.running_sequence, [row])
-        for job, logits in zip(jobs, outputs.logits, strict=True):
             try:
-                self._choose(job, logits)
-            except RequestError as error:
+                self._engine.commit(job.running_sequence, [row])
+                self._choose(job, outputs.logits[row])
+            except Exception as error:
                 self._fail(job, error)
 
     def _choose(self, job: Job, logits: Logits) -> None:

@@ -18,7 +18,7 @@ from slotd.daemon.front import Front
 from slotd.daemon.host import EngineHost
 from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop, end_process
-from slotd.daemon.memory import DeviceMemory, Faults
+from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
 from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
@@ -30,6 +30,8 @@ from slotd.protocol.messages import Prompt, Ready
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
 log = logging.getLogger(__name__)
+
+FLOAT32_BYTES = 4
 
 
 def build_engine(config: Config) -> Engine:
@@ -45,15 +47,22 @@ def build_engine(config: Config) -> Engine:
     if max_ctx > model.hyper.n_ctx_train:
         log.warning("--max-ctx %d is beyond the %d positions the model was trained for; answers may degrade",
                     max_ctx, model.hyper.n_ctx_train)  # fmt: skip
-    engine = Engine(
-        model,
-        memory=DeviceMemory(config.memory_limit, Faults.parse(os.environ.get("SLOTD_FAULT"))),
-        max_ctx=max_ctx,
-        k_type=config.k_type,
-        v_type=config.v_type,
-        exact=config.exact,
-        n_slots=config.slots,
-    )
+    try:
+        engine = Engine(
+            model,
+            memory=DeviceMemory(config.memory_limit, Faults.parse(os.environ.get("SLOTD_FAULT"))),
+            max_ctx=max_ctx,
+            k_type=config.k_type,
+            v_type=config.v_type,
+            exact=config.exact,
+            n_slots=config.slots,
+        )
+    except OutOfDeviceMemory as error:
+        needed = FLOAT32_BYTES * sum(info.n_elements for info in model.header.tensors.values())
+        limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "this machine's memory"
+        raise ConfigError(
+            f"{config.model}: the weights need {needed} bytes as float32; {limit} had {error.free} left"
+        ) from error
     log.info("%s loaded in %.1f s", config.model, time.monotonic() - began)
     return engine
 
@@ -98,7 +107,7 @@ class _Daemon:
         self.loop.request_end("nobody reads stdout")
 
     def _stream_gone(self) -> None:
-        self.front.cancel(None)
+        self.front.stream_gone()
 
 
 def run_once(config: Config, prompt_path: str, n_gen: int, out_path: str) -> int:

@@ -52,7 +52,7 @@ def _group(module: str) -> click.Group:
 
 
 def _flags(command: click.Command) -> set[str]:
-    context = click.Context(command)
+    context = click.Context(command, help_option_names=["-h", "--help"])
     options = [param for param in command.get_params(context) if isinstance(param, click.Option)]
     return {spelling for option in options for spelling in (*option.opts, *option.secondary_opts)}
 

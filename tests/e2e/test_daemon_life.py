@@ -249,3 +249,11 @@ def test_stdout_carries_protocol_lines_only_at_the_noisiest_log_level(
         daemon.wait_line("[snap] slots=")
         assert not [line for line in daemon.lines if "hello" in line]
         assert "a library says hello" in daemon.stderr
+
+
+def test_a_limit_that_the_weights_do_not_fit_is_named(tiny_llama: Path) -> None:
+    done = run_daemon(str(tiny_llama), "--memory-limit=100K")
+    assert done.returncode == 2
+    said = done.stderr.decode()
+    assert "the weights need" in said
+    assert "102400" in said

@@ -292,9 +292,7 @@ def test_every_command_gets_exactly_one_terminal_event(daemon: DaemonProcess) ->
     assert seen == expected
 
 
-def test_a_cancelled_command_without_any_other_end_gets_an_err_line(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_cancelled_command_without_any_other_end_gets_an_err_line(tiny_llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.bin"
     source.write_bytes(b"\x02\0\0\0\x05\0\0\0\x06\0\0\0")
     with DaemonProcess(tiny_llama, "--max-ctx=20000") as daemon:

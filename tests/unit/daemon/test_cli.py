@@ -1,0 +1,247 @@
+"""The daemon's command line: words and flags to a configuration, and what each failure exits with."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from slotd.daemon import cli
+from slotd.daemon.cli import INACTIVE_FLAGS, collect_inactive, make_config, split_arguments
+from slotd.daemon.config import Config
+from slotd.protocol.errors import ConfigError
+
+FLAGS: dict[str, Any] = {
+    "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
+    "chunk": 128, "parallel": 4, "slots": 8, "k_type": "f32", "v_type": "f32", "exact": False,
+    "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0,
+    **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
+    "ddtree_no_chain_seed": False,
+}  # fmt: skip
+
+
+# ----- words
+
+
+@pytest.mark.parametrize(
+    ("words", "split"),
+    [
+        ((), (None, None, None)),
+        (("t",), ("t", None, None)),
+        (("t", "d"), ("t", "d", None)),
+        (("t", "d", "p", "16", "o"), ("t", "d", ("p", 16, "o"))),
+        (("t", "d", "p", "0", "o"), ("t", "d", ("p", 0, "o"))),
+        (("t", "d", "p", str(2**31 - 1), "o"), ("t", "d", ("p", 2**31 - 1, "o"))),
+    ],
+)
+def test_words_by_position(words: tuple[str, ...], split: object) -> None:
+    assert split_arguments(words, as_daemon=False) == split
+
+
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_a_number_of_words_that_means_nothing(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"^{count} arguments: give TARGET"):
+        split_arguments(("w",) * count, as_daemon=False)
+
+
+@pytest.mark.parametrize("n", ["", "-1", "1.5", "x", "1e3", str(2**31), "9" * 5000], ids=lambda n: n[:12])
+def test_a_wrong_number_of_tokens(n: str) -> None:
+    with pytest.raises(ConfigError, match=r"^N .*: must be a number of tokens, 0 to 2147483647$"):
+        split_arguments(("t", "d", "p", n, "o"), as_daemon=False)
+
+
+def test_a_daemon_takes_no_prompt() -> None:
+    assert split_arguments(("t", "d"), as_daemon=True) == ("t", "d", None)
+    with pytest.raises(ConfigError, match="--daemon takes TARGET and DRAFT only"):
+        split_arguments(("t", "d", "p", "1", "o"), as_daemon=True)
+
+
+# ----- configuration
+
+
+def test_flags_become_a_configuration_in_its_units() -> None:
+    config = make_config(
+        "target.gguf",
+        None,
+        FLAGS
+        | {"max_stall": 30.0, "memory_limit": "2GiB", "max_line": "1k", "stream_fd": "7", "exact": True},
+    )
+    assert config == Config(
+        model=Path("target.gguf"),
+        max_stall=0.03,
+        memory_limit=2 << 30,
+        max_line=1024,
+        stream_fd=7,
+        exact=True,
+    )
+
+
+def test_the_word_beats_the_flag_for_the_model() -> None:
+    assert make_config("word", None, FLAGS | {"model": "flag"}).model == Path("word")
+    assert make_config(None, None, FLAGS | {"model": "flag"}).model == Path("flag")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": None}, "no model: give TARGET"),
+        ({"backend": "cuda"}, "--backend 'cuda'"),
+        ({"memory_limit": "lots"}, "--memory-limit 'lots'"),
+        ({"max_line": "long"}, "--max-line 'long'"),
+        ({"stream_fd": "2"}, "--stream-fd '2'"),
+        ({"chunk": 0}, "--chunk 0"),
+    ],
+)
+def test_a_wrong_setting_is_named(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        make_config(None, None, FLAGS | {"model": "m"} | flags)
+
+
+def test_lines_for_a_stream() -> None:
+    assert make_config("t", None, FLAGS | {"stream_fd": "-"}).stream_fd == "-"
+
+
+# ----- what is not active
+
+
+def test_nothing_is_inactive_when_nothing_was_asked_for() -> None:
+    assert collect_inactive(None, FLAGS) == ()
+
+
+@pytest.mark.parametrize("name", INACTIVE_FLAGS)
+def test_every_inactive_flag_is_listed_with_its_value_and_reason(name: str) -> None:
+    value = True if FLAGS[name] is False else 5
+    (found,) = collect_inactive(None, FLAGS | {name: value})
+    assert found.name == "--" + name.replace("_", "-")
+    assert found.value == ("" if value is True else "5")
+    assert found.reason == INACTIVE_FLAGS[name]
+
+
+@pytest.mark.parametrize("name", ["ddtree_temp", "draft_swa"])
+def test_zero_is_a_value_like_any_other(name: str) -> None:
+    (found,) = collect_inactive(None, FLAGS | {name: 0})
+    assert found.value == "0"
+
+
+def test_a_window_of_nothing_is_full_attention() -> None:
+    assert collect_inactive(None, FLAGS | {"fa_window": 0}) == ()
+
+
+def test_a_draft_is_listed_and_may_be_missing(tmp_path: Path) -> None:
+    draft = tmp_path / "draft.gguf"
+    (missing,) = collect_inactive(str(draft), FLAGS)
+    assert (missing.name, missing.value) == ("DRAFT", str(draft))
+    assert missing.reason == f"no such file; {cli.NO_DRAFT}"
+    draft.touch()
+    assert collect_inactive(str(draft), FLAGS)[0].reason == cli.NO_DRAFT
+
+
+# ----- the commands
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def configs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What would have been served; nothing is."""
+    made: list[Any] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    monkeypatch.setattr(cli, "guard_stdout", lambda: 77)
+    monkeypatch.setattr(cli, "setup_logging", lambda verbosity: None)
+    monkeypatch.setattr("slotd.daemon.serve.serve", lambda config, fd: made.append((config, fd)) or 0)
+    monkeypatch.setattr("slotd.daemon.serve.end_process", lambda code: made.append(code))
+    monkeypatch.setattr("slotd.daemon.serve.run_once", lambda config, *once: made.append((config, once)) or 1)
+    yield made
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def invoke(*argv: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(cli.main, argv, env=env)
+
+
+def test_a_daemon_serves_and_then_leaves(configs: list[Any]) -> None:
+    assert invoke("daemon", "m.gguf").exit_code == 0
+    assert configs == [(Config(model=Path("m.gguf")), 77), 0]
+
+
+def test_every_flag_arrives(configs: list[Any]) -> None:
+    argv = "-c 512 --chunk 64 -np 2 --slots 3 -ctk f16 -ctv f16 --exact --memory-limit 1g --stream-fd -"
+    argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
+    assert invoke("daemon", *argv.split()).exit_code == 0
+    assert configs[0][0] == Config(
+        model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
+        exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--max-concurrency", "--parallel", "-np"])
+def test_spellings_of_one_flag(configs: list[Any], flag: str) -> None:
+    invoke("daemon", "m.gguf", flag, "9")
+    assert configs[0][0].parallel == 9
+
+
+def test_a_flag_beats_its_variable_which_beats_the_default(configs: list[Any]) -> None:
+    env = {"SLOTD_SLOTS": "5", "SLOTD_CHUNK": "32", "SLOTD_MODEL": "env.gguf"}
+    assert invoke("daemon", "--chunk", "64", env=env).exit_code == 0
+    config = configs[0][0]
+    assert (config.slots, config.chunk, config.parallel, config.model) == (5, 64, 4, Path("env.gguf"))
+
+
+def test_one_shot_gives_its_own_exit_code(configs: list[Any]) -> None:
+    assert invoke("daemon", "t", "d", "p.bin", "16", "o.bin").exit_code == 1
+    (config, once), *rest = configs
+    assert (config.model, once, rest) == (Path("t"), ("p.bin", 16, "o.bin"), [])
+
+
+@pytest.mark.usefixtures("configs")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("daemon",), ("daemon", "m", "--slots", "x"), ("daemon", "m", "--slots", "65"),
+        ("daemon", "--no-flag"), ("daemon", "a", "b", "c"), ("daemon", "m", "--ddtree-budget", "0"),
+        ("no-command",), ("inspect",),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_exit_code_2(argv: tuple[str, ...]) -> None:
+    result = invoke(*argv)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr
+
+
+def test_other_errors_are_exit_code_1_and_one_line(
+    configs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slotd.daemon.memory import OutOfDeviceMemory
+
+    def too_large(config: Config, stdout_fd: int) -> int:
+        raise OutOfDeviceMemory("start", 100, 5)
+
+    monkeypatch.setattr("slotd.daemon.serve.serve", too_large)
+    result = invoke("daemon", "m.gguf")
+    assert (result.exit_code, configs) == (1, [])
+    assert result.stderr == "slotd: out of device memory: site=start requested=100 free=5\n"
+
+
+@pytest.mark.usefixtures("configs")
+def test_verbose_adds_the_traceback() -> None:
+    assert "Traceback" not in invoke("daemon").stderr
+    assert "Traceback" in invoke("daemon", "-v").stderr
+
+
+def test_inspect_tells_a_model_that_runs_from_one_that_does_not(tiny_llama: Path, tmp_path: Path) -> None:
+    good = invoke("inspect", str(tiny_llama))
+    assert (good.exit_code, "llama" in good.stdout) == (0, True)
+    assert invoke("inspect", "--json", str(tiny_llama)).stdout.startswith("{")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(os.urandom(64))
+    result = invoke("inspect", str(broken))
+    assert result.exit_code == 3
+    assert str(broken) in result.stderr
