@@ -83,7 +83,7 @@ def main() -> None:
     default="f32",
     show_default=True,
     envvar="SLOTD_CACHE_TYPE_K",
-    help="Type of cached keys: f32 or f16.",
+    help="Type of cached keys: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0.",
 )
 @click.option(
     "-ctv",
@@ -92,7 +92,7 @@ def main() -> None:
     default="f32",
     show_default=True,
     envvar="SLOTD_CACHE_TYPE_V",
-    help="Type of cached values: f32 or f16.",
+    help="Type of cached values: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0.",
 )
 @click.option(
     "--exact",
