@@ -30,6 +30,7 @@ class Flag:
     many: bool = False
 
 
+#: What -ctk and -ctv take.
 KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
 
 MODEL_FLAGS = (

@@ -49,10 +49,15 @@ def expected(model: Path) -> npt.NDArray[np.float32]:
 
 
 @pytest.fixture(params=itertools.product(KV_TYPES, KV_TYPES), ids="-".join)
-def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
+def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
     k_type, v_type = request.param
+    return k_type, v_type
+
+
+@pytest.fixture
+def engine(pair: tuple[str, str], model: Path) -> Engine:
     with open_model(model) as file:
-        return Engine(file, exact=True, k_type=k_type, v_type=v_type)
+        return Engine(file, exact=True, k_type=pair[0], v_type=pair[1])
 
 
 def run(
@@ -91,11 +96,13 @@ def test_p52_stored_bytes_survive_slots_copies_and_moves(engine: Engine) -> None
 
 
 def test_p53_a_pair_changes_the_logits_as_much_as_it_rounds(
-    engine: Engine, expected: npt.NDArray[np.float32]
+    engine: Engine, pair: tuple[str, str], expected: npt.NDArray[np.float32]
 ) -> None:
     """Not more, and not less: each type is used, for its own plane."""
-    found = run(engine, engine.open(), TOKENS[:80])
+    sequence = engine.open()
+    found = run(engine, sequence, TOKENS[:80])
+    stored_k, stored_v = engine.store.place(sequence.pages[0], 0)
+    assert (stored_k.dtype, stored_v.dtype) == tuple(KV_TYPES[name].dtype for name in pair)
     error = np.sqrt(np.square(found - expected).mean() / np.square(expected).mean())
-    k_type, v_type = engine.store._k_type.name, engine.store._v_type.name
-    rounding = np.hypot(ERRORS[k_type], ERRORS[v_type])
+    rounding = np.hypot(ERRORS[pair[0]], ERRORS[pair[1]])
     assert rounding <= error <= 3 * rounding
