@@ -30,13 +30,16 @@ class Flag:
     many: bool = False
 
 
+#: What -ctk and -ctv take.
+KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
+
 MODEL_FLAGS = (
     Flag(("-m", "--model"), "GGUF file. Default: SLOTD_MODEL, else a small one.", metavar="FILE"),
     Flag(("--pre",), "Pre-tokenizer, in place of the one that the model names.", metavar="NAME"),
     Flag(("-c", "--max-ctx"), "Context in tokens. Default: the model's own.", int, "N", positive=True),
     Flag(("--chunk",), "Longest prefill piece, in tokens.", int, "N", positive=True),
-    Flag(("-ctk", "--cache-type-k"), "Type of cached keys: f32 or f16.", metavar="TYPE"),
-    Flag(("-ctv", "--cache-type-v"), "Type of cached values: f32 or f16.", metavar="TYPE"),
+    Flag(("-ctk", "--cache-type-k"), f"Type of cached keys: {KV_TYPES}.", metavar="TYPE"),
+    Flag(("-ctv", "--cache-type-v"), f"Type of cached values: {KV_TYPES}.", metavar="TYPE"),
     Flag(("--parallel",), "Most requests that run at once.", int, "N", positive=True),
     Flag(("--exact",), "The bits of an answer do not depend on what runs beside it. Slower.", switch=True),
     Flag(("--memory-limit",), "Most device memory, e.g. 4GiB.", metavar="SIZE"),

@@ -19,6 +19,9 @@ from slotd.protocol.errors import ConfigError, ModelError, SlotdError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_MODEL = 1, 2, 3
 
+#: What -ctk and -ctv take.
+KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
+
 #: Where a flag of the source or of a later version has no effect yet, and why.
 NO_DRAFT = "drafts and speculation are not in this version"
 NO_DEVICE_CHOICE = "the NumPy backend has no devices to choose from"
@@ -84,7 +87,7 @@ def main() -> None:
     default="f32",
     show_default=True,
     envvar="SLOTD_CACHE_TYPE_K",
-    help="Type of cached keys: f32 or f16.",
+    help=f"Type of cached keys: {KV_TYPES}.",
 )
 @click.option(
     "-ctv",
@@ -93,7 +96,7 @@ def main() -> None:
     default="f32",
     show_default=True,
     envvar="SLOTD_CACHE_TYPE_V",
-    help="Type of cached values: f32 or f16.",
+    help=f"Type of cached values: {KV_TYPES}.",
 )
 @click.option(
     "--exact",
@@ -235,10 +238,20 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
 @click.argument("file", type=click.Path())
 @click.option("--ctx", type=int, help="Context length for the memory figures [default: the model's].")
 @click.option(
-    "-ctk", "--cache-type-k", "k_type", default="f32", show_default=True, help="Type of cached keys."
+    "-ctk",
+    "--cache-type-k",
+    "k_type",
+    default="f32",
+    show_default=True,
+    help=f"Type of cached keys: {KV_TYPES}.",
 )
 @click.option(
-    "-ctv", "--cache-type-v", "v_type", default="f32", show_default=True, help="Type of cached values."
+    "-ctv",
+    "--cache-type-v",
+    "v_type",
+    default="f32",
+    show_default=True,
+    help=f"Type of cached values: {KV_TYPES}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> None:

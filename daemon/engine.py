@@ -28,6 +28,7 @@ from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
+from slotd.daemon.weights.kv_formats import check_kv_formats
 from slotd.daemon.weights.reader import ModelFile, open_model
 from slotd.protocol.errors import ModelError
 
@@ -66,7 +67,8 @@ class Engine:
         n_slots: number of slots.
 
     Raises:
-        ConfigError: unknown K/V type, or a BLAS that cannot keep `exact`.
+        ConfigError: a K/V type that is unknown or does not fit the model's heads, or a BLAS that cannot keep
+            `exact`.
         ModelError: an architecture without code.
         OutOfDeviceMemory: the weights do not fit.
     """
@@ -83,6 +85,7 @@ class Engine:
         n_slots: int = 8,
     ) -> None:
         self.hyper = h = file.hyper
+        check_kv_formats(h, k_type, v_type)
         self.max_ctx = h.n_ctx_train if max_ctx is None else max_ctx
         self.memory = memory or DeviceMemory()
         self.store = PageStore(

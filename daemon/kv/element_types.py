@@ -1,4 +1,4 @@
-"""The types that K and V can be stored in."""
+"""The types that K and V can be stored in: a GGUF format, and how the pages hold it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from slotd.protocol.errors import ConfigError
+from slotd.daemon.ops import kv_blocks
+from slotd.daemon.weights.block_types import BlockType
+from slotd.daemon.weights.kv_formats import KV_FORMATS, kv_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,35 +18,42 @@ class KvType:
 
     Attributes:
         name: as `-ctk` and `-ctv` take it.
-        dtype: of one stored element.
+        format: the GGUF format; its bytes are the ones stored.
+        dtype: of one item in the pages, a number or a block of them. It is what the ops tell formats by.
     """
 
     name: str
+    format: BlockType
     dtype: np.dtype[Any]
+
+    def items(self, dim: int) -> int:
+        """Items in a row of `dim` numbers."""
+        return dim // self.format.block_elements
 
     def bytes_per_token(self, n_layer: int, n_head_kv: int, dim: int) -> int:
         """Bytes that one token takes in one plane (K or V), all layers together."""
-        return n_layer * n_head_kv * dim * self.dtype.itemsize
+        return n_layer * n_head_kv * self.format.row_bytes(dim)
 
 
-KV_TYPES = {
-    "f32": KvType("f32", np.dtype(np.float32)),
-    "f16": KvType("f16", np.dtype(np.float16)),
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "f32": kv_blocks.F32,
+    "f16": kv_blocks.F16,
+    "bf16": kv_blocks.BF16,
+    "q8_0": kv_blocks.Q8_0,
+    "q4_0": kv_blocks.Q4_0,
+    "q4_1": kv_blocks.Q4_1,
+    "q5_0": kv_blocks.Q5_0,
+    "q5_1": kv_blocks.Q5_1,
 }
 
-#: Names of the design that are not implemented yet.
-NOT_YET = ("bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq3_0")
+KV_TYPES = {name: KvType(name, kind, _DTYPES[name]) for name, kind in KV_FORMATS.items()}
 
 
 def kv_type(name: str) -> KvType:
     """The type of this name.
 
     Raises:
-        ConfigError: not a K/V type, or one that this build does not have.
+        ConfigError: not a K/V type, or one that this version does not have.
     """
-    if name in KV_TYPES:
-        return KV_TYPES[name]
-    available = ", ".join(KV_TYPES)
-    if name in NOT_YET:
-        raise ConfigError(f"K/V type {name} is not supported yet (supported: {available})")
-    raise ConfigError(f"{name!r} is not a K/V type (supported: {available})")
+    kv_format(name)
+    return KV_TYPES[name]

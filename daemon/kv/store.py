@@ -16,6 +16,7 @@ from slotd.daemon.kv.element_types import KvType
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Piece, Run
+from slotd.daemon.ops.kv_blocks import stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,8 @@ class Segment:
     """Storage of SEGMENT_PAGES pages, one allocation.
 
     Attributes:
-        k: [n_layer, SEGMENT_PAGES, n_head_kv, PAGE, head_dim] in the K type.
-        v: [n_layer, SEGMENT_PAGES, n_head_kv, PAGE, value_dim] in the V type.
+        k: [n_layer, SEGMENT_PAGES, n_head_kv, PAGE, items of a key] in the K type.
+        v: [n_layer, SEGMENT_PAGES, n_head_kv, PAGE, items of a value] in the V type.
         unclean: for each page, the number of places from the front that may not be zero.
     """
 
@@ -56,8 +57,8 @@ class PageStore:
         self._memory = memory
         self._segments: dict[int, Segment] = {}
         shape = (n_layer, SEGMENT_PAGES, n_head_kv, PAGE)
-        self._k_shape, self._k_type = (*shape, head_dim), k_type
-        self._v_shape, self._v_type = (*shape, value_dim), v_type
+        self._k_shape, self._k_type = (*shape, k_type.items(head_dim)), k_type
+        self._v_shape, self._v_type = (*shape, v_type.items(value_dim)), v_type
         self.bytes_per_token = k_type.bytes_per_token(n_layer, n_head_kv, head_dim) + v_type.bytes_per_token(
             n_layer, n_head_kv, value_dim
         )
@@ -114,19 +115,19 @@ class PageStore:
         segment, index = self._locate(page)
         unclean = segment.unclean[index]
         if unclean > start:
-            segment.k[:, index, :, start:unclean] = 0
-            segment.v[:, index, :, start:unclean] = 0
+            for plane in (segment.k, segment.v):
+                stored_bytes(plane[:, index, :, start:unclean])[...] = 0
         segment.unclean[index] = stop
 
     def copy(self, source: int, target: int, n: int) -> None:
         """The first n places of a page, as stored bytes, to another page."""
         from_segment, from_index = self._locate(source)
         to_segment, to_index = self._locate(target)
-        to_segment.k[:, to_index, :, :n] = from_segment.k[:, from_index, :, :n]
-        to_segment.v[:, to_index, :, :n] = from_segment.v[:, from_index, :, :n]
+        for to_plane, from_plane in ((to_segment.k, from_segment.k), (to_segment.v, from_segment.v)):
+            stored_bytes(to_plane[:, to_index, :, :n])[...] = stored_bytes(from_plane[:, from_index, :, :n])
 
     def place(self, page: int, offset: int) -> tuple[Array, Array]:
-        """Views of one token's K and V: [n_layer, n_head_kv, dim]."""
+        """Views of one token's K and V: [n_layer, n_head_kv, items]."""
         segment, index = self._locate(page)
         return segment.k[:, index, :, offset], segment.v[:, index, :, offset]
 

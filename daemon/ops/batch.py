@@ -25,8 +25,8 @@ class Run:
 
     Attributes:
         first: number of the first tile in its sequence.
-        k: [n_layer, tiles, n_head_kv, TILE, head_dim].
-        v: [n_layer, tiles, n_head_kv, TILE, value_dim].
+        k: [n_layer, tiles, n_head_kv, TILE, items of a key], as stored (see kv_blocks).
+        v: [n_layer, tiles, n_head_kv, TILE, items of a value].
     """
 
     first: int
@@ -46,8 +46,8 @@ class Piece:
     Attributes:
         start: first row of the call.
         stop: row behind the last one.
-        k: [n_layer, n_head_kv, stop - start, head_dim], where their keys go.
-        v: [n_layer, n_head_kv, stop - start, value_dim].
+        k: [n_layer, n_head_kv, stop - start, items of a key], where their keys go.
+        v: [n_layer, n_head_kv, stop - start, items of a value].
     """
 
     start: int

@@ -57,7 +57,10 @@ class Ops(Protocol):
         ...
 
     def kv_move(self, sources: list[tuple[Array, Array]], targets: list[tuple[Array, Array]]) -> None:
-        """Move stored tokens, (K, V) views each [n_layer, G, dim]; all sources are read before any write."""
+        """Move the stored bytes of tokens, (K, V) views each [n_layer, G, items].
+
+        All sources are read before any write.
+        """
         ...
 
     def swiglu(self, gate_up: Array) -> Array:

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import TILE, Array, Batch, Run, Span
+from slotd.daemon.ops.kv_blocks import as_float32, read_stored, width
 
 #: Bytes of scores that are worked on at once; as many again hold the products with V. More rows at a time
-#: share the conversion of float16 K and V, the scratch of a long context stays bounded.
+#: share the conversion of stored K and V, the scratch of a long context stays bounded.
 SCORE_BYTES = 8 * 1024 * 1024
 
 FLOAT32 = np.dtype(np.float32)
@@ -117,7 +118,7 @@ def attend_block(memory: DeviceMemory, layer: int, q: Array, block: Block, out: 
 
     scores = memory.empty((block.n_tiles, *block.products, TILE))
     for first, stop, run, inside in block.shared:
-        k = _as_float32(memory, run.k[layer, inside])
+        k = as_float32(memory, run.k[layer, inside])
         np.matmul(queries, k[:, None].swapaxes(-1, -2), out=scores[first:stop])
     n_shared = block.n_tiles if block.tail is None else block.n_tiles - block.tail.shape[1] // TILE
     if block.tail is not None:
@@ -128,7 +129,7 @@ def attend_block(memory: DeviceMemory, layer: int, q: Array, block: Block, out: 
 
     parts = memory.empty((block.n_tiles, *block.products, value_dim))
     for first, stop, run, inside in block.shared:
-        v = _as_float32(memory, run.v[layer, inside])
+        v = as_float32(memory, run.v[layer, inside])
         np.matmul(scores[first:stop], v[:, None], out=parts[first:stop])
     if block.tail is not None:
         v = _gather(memory, [run.v[layer, inside] for _, _, run, inside in block.gathered], block.tail)
@@ -156,25 +157,16 @@ def _softmax_weights(memory: DeviceMemory, scores: Array, block: Block) -> Array
 def _gather(memory: DeviceMemory, tiles: list[Array], places: npt.NDArray[np.int64]) -> Array:
     """Tiles of each row of its own: [t, n, G, TILE, dim] float32.
 
-    tiles: stored, each [.., G, TILE, dim], one behind the other. places [n, t * TILE]: index into them.
+    tiles: stored, each [.., G, TILE, items], one behind the other. places [n, t * TILE]: index into them.
     """
-    n_group, dim = tiles[0].shape[1], tiles[0].shape[3]
+    n_group, dim = tiles[0].shape[1], width(tiles[0])
     flat = memory.empty((n_group, sum(map(len, tiles)), TILE, dim))
     first = 0
     for part in tiles:
-        flat[:, first : first + len(part)] = part.swapaxes(0, 1)
+        read_stored(memory, part.swapaxes(0, 1), flat[:, first : first + len(part)])
         first += len(part)
     n, n_places = places.shape
     gathered = memory.empty((n_group, n, n_places, dim))
     np.take(flat.reshape(n_group, -1, dim), places, axis=1, out=gathered, mode="clip")
     by_tile = gathered.reshape(n_group, n, n_places // TILE, TILE, dim)
     return by_tile.transpose(2, 1, 0, 3, 4)
-
-
-def _as_float32(memory: DeviceMemory, stored: Array) -> Array:
-    """The stored elements as float32: themselves, or a copy."""
-    if stored.dtype == FLOAT32:
-        return stored
-    copy = memory.empty(stored.shape)
-    copy[...] = stored
-    return copy

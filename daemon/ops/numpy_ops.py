@@ -14,6 +14,7 @@ import numpy.typing as npt
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Batch
 from slotd.daemon.ops.interface import RopeStyle
+from slotd.daemon.ops.kv_blocks import stored_bytes, width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
 from slotd.daemon.ops.rope import RopeTable
 from slotd.protocol.errors import ConfigError
@@ -94,12 +95,12 @@ class NumpyOps:
     def kv_write(self, layer: int, k: Array, v: Array, batch: Batch) -> None:
         for span in batch.spans:
             for piece in span.pieces:
-                piece.k[layer] = k[piece.start : piece.stop].swapaxes(0, 1)
-                piece.v[layer] = v[piece.start : piece.stop].swapaxes(0, 1)
+                write_stored(k[piece.start : piece.stop].swapaxes(0, 1), piece.k[layer])
+                write_stored(v[piece.start : piece.stop].swapaxes(0, 1), piece.v[layer])
 
     def attend(self, layer: int, q: Array, batch: Batch, scale: float) -> Array:
         n, n_head, _ = q.shape
-        value_dim = batch.spans[0].runs[0].v.shape[-1]
+        value_dim = width(batch.spans[0].runs[0].v)
         blocks = batch.plans.get("attend")
         if blocks is None:
             blocks = batch.plans["attend"] = plan_attention(batch, self.exact, n_head)
@@ -112,8 +113,8 @@ class NumpyOps:
     def kv_move(self, sources: list[tuple[Array, Array]], targets: list[tuple[Array, Array]]) -> None:
         held = [self._copies(k, v) for k, v in sources]
         for (k, v), (target_k, target_v) in zip(held, targets, strict=True):
-            target_k[...] = k
-            target_v[...] = v
+            stored_bytes(target_k)[...] = k
+            stored_bytes(target_v)[...] = v
 
     def swiglu(self, gate_up: Array) -> Array:
         n, width = gate_up.shape
@@ -146,8 +147,8 @@ class NumpyOps:
         return self.memory.empty(shape)
 
     def _copies(self, k: Array, v: Array) -> tuple[Array, Array]:
-        held_k = self.memory.empty(k.shape, k.dtype)
-        held_v = self.memory.empty(v.shape, v.dtype)
+        k, v = stored_bytes(k), stored_bytes(v)
+        held_k, held_v = self.memory.empty(k.shape, k.dtype), self.memory.empty(v.shape, v.dtype)
         held_k[...] = k
         held_v[...] = v
         return held_k, held_v

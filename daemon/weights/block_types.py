@@ -31,6 +31,10 @@ class BlockType:
     block_elements: int
     block_bytes: int
 
+    def row_bytes(self, n: int) -> int:
+        """Bytes of n numbers, a multiple of `block_elements`."""
+        return n // self.block_elements * self.block_bytes
+
 
 @functools.cache
 def block_type(type_id: int) -> BlockType | None:

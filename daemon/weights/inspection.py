@@ -6,15 +6,13 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slotd.daemon.weights.architectures import HyperParameters, read_hyper_parameters
+from slotd.daemon.weights.kv_formats import check_kv_formats, kv_bytes_per_token, kv_format
 from slotd.daemon.weights.reader import GgufFile, check_model, open_gguf
 from slotd.protocol.errors import ConfigError, ModelError
-
-#: Bytes of one number in each K/V type (those of `slotd.daemon.kv`, which stands above this layer).
-KV_BYTES: Mapping[str, int] = {"f32": 4, "f16": 2}
 
 #: Longest context that can be asked about, in tokens.
 MAX_CONTEXT = 2**31 - 1
@@ -116,18 +114,17 @@ def inspect_file(
     Args:
         path: any GGUF file.
         ctx: context length for the memory figures, in tokens; default: the model's own.
-        k_type: one of `KV_BYTES`.
-        v_type: one of `KV_BYTES`.
+        k_type: one of `KV_NAMES`.
+        v_type: one of `KV_NAMES`.
 
     Raises:
         ModelError: it is not a whole GGUF file. A whole one that cannot be run is not an error.
-        ConfigError: ctx is out of range, or a K/V type is not supported.
+        ConfigError: ctx is out of range, or a K/V type is not supported or does not fit the model's heads.
     """
     if ctx is not None and not 1 <= ctx <= MAX_CONTEXT:
         raise ConfigError(f"context length {ctx}: the limit is 1 to {MAX_CONTEXT}")
-    for kv_type in (k_type, v_type):
-        if kv_type not in KV_BYTES:
-            raise ConfigError(f"K/V type {kv_type!r} is not supported (supported: {', '.join(KV_BYTES)})")
+    for name in (k_type, v_type):
+        kv_format(name)
     with open_gguf(path) as file:
         hyper, reason = _judge(file)
         parameters = sum(info.n_elements for info in file.header.tensors.values())
@@ -185,8 +182,8 @@ def _type_totals(file: GgufFile) -> tuple[TypeTotal, ...]:
 
 
 def _memory(hyper: HyperParameters, parameters: int, context: int, k_type: str, v_type: str) -> Memory:
-    per_head = hyper.head_dim * KV_BYTES[k_type] + hyper.value_dim * KV_BYTES[v_type]
-    kv_per_token = hyper.n_layer * hyper.n_head_kv * per_head
+    check_kv_formats(hyper, k_type, v_type)
+    kv_per_token = kv_bytes_per_token(hyper, k_type, v_type)
     weights = parameters * _FLOAT32_BYTES
     return Memory(
         context=context,

@@ -12,6 +12,9 @@ from functools import cache
 import click
 import pytest
 
+from slotd.client import flags
+from slotd.daemon import cli as daemon_cli
+from slotd.daemon.weights.kv_formats import KV_FORMATS, KV_NAMES
 from slotd.protocol.errors import CODES
 from slotd.protocol.event_grammar import ACCOUNT, EVENTS, JSON_KINDS
 from slotd.protocol.grammar import FIELDS, VERBS
@@ -98,6 +101,16 @@ def test_every_flag_is_named(readme: str) -> None:
     flags = set().union(*commands().values())
     missing = sorted(flag for flag in flags if flag not in ("-h", "--help") and not names_it(readme, flag))
     assert missing == []
+
+
+def test_every_kv_type_is_in_the_help_and_in_readme(readme: str) -> None:
+    for text in (daemon_cli.KV_TYPES, flags.KV_TYPES):
+        assert set(text.replace("or ", "").split()) == set(KV_NAMES)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d,]+) \|", readme, re.MULTILINE)
+    sizes = {name: kind.row_bytes(64) for name, kind in KV_FORMATS.items()}
+    assert {name: float(bits) for name, bits, _ in rows} == {name: size / 8 for name, size in sizes.items()}
+    smollm2 = {name: 30 * 3 * 2 * size for name, size in sizes.items()}
+    assert {name: int(text.replace(",", "")) for name, _, text in rows} == smollm2
 
 
 def test_every_flag_in_it_exists(readme: str) -> None:

@@ -37,6 +37,18 @@ def test_first_logits(engine: Engine, case: dict[str, Any]) -> None:
     np.testing.assert_allclose(logits[best], case["first_top5_logits"], rtol=0, atol=2e-3)
 
 
+def test_first_logits_with_q8_0(default_model: Path) -> None:
+    """K and V of 8.5 bits move the best logits a little and none of the best tokens."""
+    with open_model(default_model) as file:
+        engine = Engine(file, max_ctx=1024, k_type="q8_0", v_type="q8_0")
+    for case in CASES:
+        logits = engine.forward(Rows.chain(engine.open(), case["ids"]), Kind.PROMPT).logits[0]
+        assert logits.argmax() == case["first_top5_ids"][0]
+        np.testing.assert_allclose(
+            logits[case["first_top5_ids"]], case["first_top5_logits"], rtol=0, atol=0.3
+        )
+
+
 @pytest.mark.parametrize("case", ANSWERED, ids=lambda case: case["prompt"][:20])
 def test_greedy_answer(engine: Engine, case: dict[str, Any]) -> None:
     sequence = engine.open()

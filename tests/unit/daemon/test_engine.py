@@ -373,9 +373,11 @@ def test_parking_gives_the_weights_back(engine: Engine) -> None:
     assert next_logits(engine, sequence) == expected
 
 
-def test_unknown_kv_types_are_refused(make: Callable[..., Engine]) -> None:
-    with pytest.raises(ConfigError, match="q8_0 is not supported yet"):
-        make(v_type="q8_0")
+def test_kv_types_that_cannot_be_are_refused(make: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match="tq3_0 is not in this version"):
+        make(v_type="tq3_0")
+    with pytest.raises(ConfigError, match=r"K type q8_0 .* 32 numbers: llama.attention.key_length is 16"):
+        make(k_type="q8_0")
 
 
 def test_exact_checks_the_blas_at_start(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

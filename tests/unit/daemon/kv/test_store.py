@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.element_types import KV_TYPES, kv_type
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
+from slotd.daemon.ops.kv_blocks import stored_bytes
 
 LAYERS, HEADS, DIM, VALUE_DIM = 2, 3, 8, 4
 
@@ -112,3 +113,25 @@ def test_copy_takes_the_first_places_only(store: PageStore) -> None:
     store.copy(source, target, 5)
     for offset, value in ((0, 0), (4, 4), (5, -1)):
         assert all((plane == value).all() for plane in store.place(target, offset))
+
+
+@pytest.mark.parametrize("k", KV_TYPES)
+@pytest.mark.parametrize("v", KV_TYPES)
+def test_every_pair_of_types_is_kept_as_bytes(k: str, v: str) -> None:
+    """Sizes, copies and clearing, whatever the bytes are."""
+    store = PageStore(DeviceMemory(), LAYERS, HEADS, 64, 32, kv_type(k), kv_type(v))
+    source, target = store.allocate(2)
+    (run,) = store.runs([source, target])
+    assert store.bytes_per_token * 2 * PAGE == run.k.nbytes + run.v.nbytes
+    rng = np.random.default_rng(0)
+    for plane in (stored_bytes(run.k), stored_bytes(run.v)):
+        plane[...] = rng.integers(0, 256, plane.shape)
+    before = [stored_bytes(plane).copy() for plane in (run.k, run.v)]
+    store.copy(source, target, 5)
+    store.prepare(source, 60, 62)
+    for plane, old in zip((run.k, run.v), before, strict=True):
+        now = stored_bytes(plane)
+        assert (now[:, 1, :, :5] == old[:, 0, :, :5]).all()
+        assert (now[:, 1, :, 5:] == old[:, 1, :, 5:]).all()
+        assert (now[:, 0, :, :60] == old[:, 0, :, :60]).all()
+        assert (now[:, 0, :, 60:] == 0).all()

@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from slotd.daemon.kv.batches import build_batch
-from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.element_types import KV_TYPES, kv_type
 from slotd.daemon.kv.pages import pages_for
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops import numpy_attention
+from slotd.daemon.ops.kv_blocks import as_float32, write_stored
 from slotd.daemon.ops.numpy_ops import NumpyOps
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
@@ -35,15 +36,18 @@ class Context:
         v: str = "f32",
         order: str = "up",
         heads: tuple[int, int] = (HEADS, GROUPS),
+        dims: tuple[int, int] = (DIM, VALUE_DIM),
     ) -> None:
         self.memory = DeviceMemory()
         n_head, n_group = heads
-        self.store = PageStore(self.memory, LAYERS, n_group, DIM, VALUE_DIM, kv_type(k), kv_type(v))
+        dim, value_dim = dims
+        self.types = {"k": kv_type(k), "v": kv_type(v)}
+        self.store = PageStore(self.memory, LAYERS, n_group, dim, value_dim, *self.types.values())
         rng = np.random.default_rng(0)
         total = committed + n
-        self.q = rng.standard_normal((n, n_head, DIM), dtype=np.float32) * 2
-        self.k = rng.standard_normal((total, n_group, DIM), dtype=np.float32)
-        self.v = rng.standard_normal((total, n_group, VALUE_DIM), dtype=np.float32)
+        self.q = rng.standard_normal((n, n_head, dim), dtype=np.float32) * 2
+        self.k = rng.standard_normal((total, n_group, dim), dtype=np.float32)
+        self.v = rng.standard_normal((total, n_group, value_dim), dtype=np.float32)
         self.sequence = Sequence()
         pages = self.store.allocate(2 * pages_for(total))
         table = {"up": pages, "down": pages[::-1], "apart": pages[::2] + pages[1::2]}[order]
@@ -52,7 +56,8 @@ class Context:
             self.store.prepare(page, 0, 64)
             for offset, place in enumerate(range(64 * index, min(committed, 64 * index + 64))):
                 key, value = self.store.place(page, offset)
-                key[1], value[1] = self.k[place], self.v[place]
+                write_stored(self.k[place], key[1])
+                write_stored(self.v[place], value[1])
         self.sequence.tokens = array("i", [0] * committed)
         self.committed = committed
 
@@ -60,24 +65,26 @@ class Context:
         batch = build_batch(rows, self.store)
         first = self.committed
         ops.kv_write(1, self.k[first : first + len(rows)], self.v[first : first + len(rows)], batch)
-        out: Array = ops.attend(1, self.q[: len(rows)].copy(), batch, DIM**-0.5)
+        out: Array = ops.attend(1, self.q[: len(rows)].copy(), batch, self.q.shape[-1] ** -0.5)
         return out
 
     def expected(self, row: int, places: list[int]) -> npt.NDArray[np.float64]:
         """Float64 attention of one row over the given places, through the stored types."""
-        out = np.empty((HEADS, VALUE_DIM))
+        out = np.empty((HEADS, self.v.shape[-1]))
+        stored_k, stored_v = self._stored(self.k, "k"), self._stored(self.v, "v")
         for head in range(HEADS):
             group = head // (HEADS // GROUPS)
-            k = self._stored(self.k, "k")[places, group]
-            v = self._stored(self.v, "v")[places, group]
-            scores = k @ self.q[row, head].astype(np.float64) * DIM**-0.5
+            k, v = stored_k[places, group], stored_v[places, group]
+            scores = k @ self.q[row, head].astype(np.float64) * k.shape[-1] ** -0.5
             weights = np.exp(scores - scores.max())
             out[head] = weights @ v / weights.sum()
         return out.ravel()
 
     def _stored(self, x: Array, plane: str) -> npt.NDArray[np.float64]:
-        run = next(iter(self.store.runs(self.sequence.pages)))
-        return x.astype((run.k if plane == "k" else run.v).dtype).astype(np.float64)
+        kind = self.types[plane]
+        stored = np.empty((*x.shape[:-1], kind.items(x.shape[-1])), kind.dtype)
+        write_stored(x, stored)
+        return as_float32(DeviceMemory(), stored).astype(np.float64)
 
 
 def ancestors(parents: list[int], row: int) -> list[int]:
@@ -125,10 +132,12 @@ def test_tree(exact: bool, name: str, committed: int) -> None:
         np.testing.assert_allclose(out[row], context.expected(row, places), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("k", "v"), [("f16", "f16"), ("f32", "f16"), ("f16", "f32")])
+@pytest.mark.parametrize("k", KV_TYPES)
+@pytest.mark.parametrize("v", KV_TYPES)
 def test_keys_and_values_are_read_back_through_the_stored_type(exact: bool, k: str, v: str) -> None:
+    """All pairs; the row's own key and value too."""
     for rows in (lambda s: Rows.chain(s, [0] * 5), lambda s: Rows.tree(s, [0] * 5, [-1, 0, 0, 1, 2])):
-        context = Context(100, 5, k=k, v=v)
+        context = Context(100, 5, k=k, v=v, order="apart", dims=(64, 32))
         call = rows(context.sequence)
         out = context.attend(NumpyOps(context.memory, exact), call)
         for row in range(5):

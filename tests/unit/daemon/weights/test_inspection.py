@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slotd.daemon.kv.element_types import KV_TYPES
-from slotd.daemon.weights.inspection import KV_BYTES, TypeTotal, inspect_file
+from slotd.daemon.weights.inspection import TypeTotal, inspect_file
 from slotd.protocol.errors import ConfigError, ModelError
 from tests.fakes.tiny_gguf import write_tiny_llama
 
@@ -45,7 +44,7 @@ def test_context_and_kv_type(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"^context length {ctx}: the limit is 1 to 2147483647$"):
             inspect_file(path, ctx=ctx)
     for options in ({"k_type": "q3"}, {"v_type": "q3"}):
-        with pytest.raises(ConfigError, match=r"^K/V type 'q3' is not supported \(supported: f32, f16\)$"):
+        with pytest.raises(ConfigError, match=r"^'q3' is not a K/V type \(supported: f32, f16, .*\)$"):
             inspect_file(path, **options)
 
 
@@ -56,8 +55,19 @@ def test_keys_and_values_of_different_width_and_type(tmp_path: Path) -> None:
     assert memory.kv_per_token == 2 * 2 * (16 * 2 + 24 * 4)
 
 
-def test_types_are_those_of_the_cache() -> None:
-    assert {name: kind.dtype.itemsize for name, kind in KV_TYPES.items()} == KV_BYTES
+def test_block_types(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf", n_embd=128)
+    found = inspect_file(path, ctx=100, k_type="q8_0", v_type="q5_1")
+    assert found.memory is not None
+    assert found.memory.kv_per_token == 2 * 2 * (34 + 24)
+    assert "K/V in q8_0/q5_1" in found.to_text()
+    assert "(232 bytes per token)" in found.to_text()
+
+
+def test_a_type_that_does_not_fit_the_heads(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"^V type q4_0 .* 32 numbers: llama.attention.value_length is 16$"):
+        inspect_file(path, v_type="q4_0")
 
 
 def test_unsupported_arch_is_described(tmp_path: Path) -> None:
