@@ -261,7 +261,7 @@ class Scheduler:
         if beside_decode:
             size = min(size, int(self._rows_per_second * self._max_stall))
         end = start + max(size, 1)
-        if size >= PAGE or beside_decode:
+        if size >= PAGE or (beside_decode and self._chunk >= PAGE):
             end = max(end // PAGE, start // PAGE + 1) * PAGE
         end = min(end, len(job.ids))
         if not job.snap_done and job.command.snap is not None and start < job.command.snap.at < end:

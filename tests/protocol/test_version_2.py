@@ -315,6 +315,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(tiny_llama: Path) -> None:
         daemon.send("- 2 ids=5,6,7 id=short ignore_eos=1")
         assert daemon.wait_done("short").status == "length"
         daemon.send("STATUS")
-        assert daemon.wait_json("status")["running"][0]["phase"] == "prefill"
+        phases = {entry["id"]: entry["phase"] for entry in daemon.wait_json("status")["running"]}
+        assert phases["long"] == "prefill"
         daemon.send("CANCEL id=long")
         daemon.wait_done("long")
