@@ -35,7 +35,7 @@ endef
 
 help:
 	@echo 'make run       chat with the default model; without a terminal: answer one question'
-	@echo 'make test      ruff, mypy and pytest (the default model is fetched once, 93 MB)'
+	@echo 'make test      ruff, mypy and pytest (the default model is fetched once, a download of 93 MB)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make test-gpu  the tests that need a CUDA device'
 	@echo 'make bench     measure rates and overheads, as text'
@@ -45,8 +45,9 @@ help:
 	@echo 'PYTHON=...     the interpreter (>= 3.11) when no virtual environment is active'
 	@echo 'MODEL=FILE     another GGUF for run and bench'
 
+# Leaving the chat with Ctrl-C (exit code 130) is no failure of the target.
 run: install
-	@"$(VENV)/bin/slotd" try $(if $(MODEL),-m "$(MODEL)")
+	@"$(VENV)/bin/slotd" try $(if $(MODEL),-m "$(MODEL)") || [ $$? -eq 130 ]
 
 # A complaint of the linters must not hide the result of the tests: both run, either one fails the target.
 test: install-test

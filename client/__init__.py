@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotd.client.client import Client
 from slotd.client.completion import Chunk, Completion
+from slotd.client.failure import ClientClosedError, DaemonExitError
 from slotd.client.stream import Stream
 from slotd.protocol.errors import (
     ConfigError,
@@ -31,16 +32,19 @@ from slotd.protocol.errors import (
 
 if TYPE_CHECKING:
     from slotd.client.async_client import AsyncClient, AsyncStream
+    from slotd.client.chat_template import TemplateError
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Chunk",
     "Client",
+    "ClientClosedError",
     "Completion",
     "ConfigError",
     "DaemonDiedError",
     "DaemonError",
+    "DaemonExitError",
     "DaemonStartError",
     "DaemonTimeoutError",
     "ModelError",
@@ -48,13 +52,26 @@ __all__ = [
     "RequestError",
     "SlotdError",
     "Stream",
+    "TemplateError",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the asyncio half on first use: asyncio alone would take a third of the import budget."""
-    if name in ("AsyncClient", "AsyncStream"):
-        from slotd.client import async_client
+#: Name -> the module it is loaded from when it is first used.
+_LAZY = {
+    "AsyncClient": "slotd.client.async_client",
+    "AsyncStream": "slotd.client.async_client",
+    "TemplateError": "slotd.client.chat_template",
+}
 
-        return getattr(async_client, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Load on first use what few programs need: asyncio alone would take a third of the import budget."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

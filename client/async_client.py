@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from slotd.client.client import Client, Message
 from slotd.client.completion import Chunk, Completion
+from slotd.client.failure import ClientClosedError
 from slotd.client.generation import GenerationArgs
 from slotd.client.stream import Stream
 from slotd.client.transport import Pipe
@@ -40,6 +41,7 @@ class AsyncClient:
         self._make: Callable[[], Client] = partial(Client, model, **settings)
         self._started: Client | None = None
         self._starting = asyncio.Lock()
+        self._closed = False
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="slotd-async")
 
     @classmethod
@@ -68,8 +70,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """See `Client.close`."""
-        if self._started is not None:
+        if self._started is not None and not self._closed:
             await self.run(self._started.close)
+        self._closed = True
         self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -82,6 +85,8 @@ class AsyncClient:
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call something that may block in a thread of the client's."""
+        if self._closed:
+            raise ClientClosedError("the client was closed")
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     @property

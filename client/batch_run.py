@@ -46,6 +46,11 @@ def check_files(source: str, out: str | None, *, resume: bool, stream: bool) -> 
         raise ConfigError("--resume needs an output file: stdout keeps no records")
     if stream and not files.live:
         raise ConfigError("--stream needs the output -: a file takes whole records only")
+    if resume and os.path.exists(files.out) and not os.path.exists(files.out + ".part"):
+        raise ConfigError(
+            f"{files.out} is complete, there is nothing to resume: "
+            "remove it, or run without --resume to start over"
+        )
     if not files.live and not Path(files.out).absolute().parent.is_dir():
         raise ConfigError(f"{files.out}: its folder does not exist")
     return files

@@ -42,19 +42,26 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """Medians over the runs. `ttft_s`: from the call to the first token."""
+    """Medians over the runs, and the slowest and fastest rate. `ttft_s`: from the call to the first token."""
 
     tokens: int
     tokens_per_s: float
+    tokens_per_s_min: float
+    tokens_per_s_max: float
     ttft_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Medians over the runs. `token_s`: between tokens as they arrive; `overhead_s`: of it, not computing."""
+    """Medians over the runs, and the slowest and fastest rate.
+
+    `token_s`: between tokens as they arrive; `overhead_s`: of it, not computing.
+    """
 
     depth: int
     tokens_per_s: float
+    tokens_per_s_min: float
+    tokens_per_s_max: float
     token_s: float
     overhead_s: float
 
@@ -149,22 +156,32 @@ def _timed(client: Client, ids: Sequence[int], max_tokens: int) -> _Timed:
 
 def _prefill(client: Client, prompts: _Prompts, size: int, repeats: int) -> PrefillResult:
     runs = [_timed(client, prompts.next(size), 1) for _ in range(repeats)]
+    found = [rates(run.answer).prefill for run in runs]
     return PrefillResult(
         tokens=size,
-        tokens_per_s=statistics.median(rates(run.answer).prefill for run in runs),
+        tokens_per_s=statistics.median(found),
+        tokens_per_s_min=min(found),
+        tokens_per_s_max=max(found),
         ttft_s=statistics.median(run.ttft_s for run in runs),
     )
 
 
 def _decode(client: Client, prompts: _Prompts, depth: int, plan: Plan) -> DecodeResult:
     runs = [_timed(client, prompts.next(depth), plan.decode) for _ in range(plan.repeats)]
-    token_s = statistics.median(run.token_s for run in runs)
+    gaps = [run.token_s for run in runs]
+    token_s = statistics.median(gaps)
     return DecodeResult(
         depth=depth,
-        tokens_per_s=1 / token_s if token_s else 0.0,
+        tokens_per_s=_rate(token_s),
+        tokens_per_s_min=_rate(max(gaps)),
+        tokens_per_s_max=_rate(min(gaps)),
         token_s=token_s,
         overhead_s=statistics.median(run.token_s - _computing(run.answer) for run in runs),
     )
+
+
+def _rate(seconds: float) -> float:
+    return 1 / seconds if seconds else 0.0
 
 
 def _computing(answer: Completion) -> float:
@@ -197,27 +214,28 @@ def print_report(report: Mapping[str, Any]) -> None:
     from slotd.client.render import print_facts, print_table
 
     print_table(
-        f"Prefill, {report['model'].get('file', '')}",
-        ("prompt", "tok/s", "first token, ms"),
-        [
-            (str(result["tokens"]), f"{result['tokens_per_s']:.1f}", _ms(result["ttft_s"], 1))
-            for result in report["prefill"]
-        ],
+        "Prefill",
+        ("prompt", *_RATE_COLUMNS, "first token, ms"),
+        [(str(result["tokens"]), *_rates(result), _ms(result["ttft_s"], 1)) for result in report["prefill"]],
     )
     print_table(
         f"Decode, {report['plan']['decode']} tokens",
-        ("depth", "tok/s", "ms per token", "overhead, ms"),
+        ("depth", *_RATE_COLUMNS, "ms per token", "overhead, ms"),
         [
             (
                 str(result["depth"]),
-                f"{result['tokens_per_s']:.1f}",
+                *_rates(result),
                 _ms(result["token_s"], 2),
                 _ms(result["overhead_s"], 3),
             )
             for result in report["decode"]
         ],
     )
-    facts = [("prefill / decode, per token", f"{report['prefill_over_decode']:.1f} x")]
+    facts = [
+        ("model", str(report["model"].get("file", ""))),
+        ("runs of each", f"{report['plan']['repeats']}; without min or max a number is their median"),
+        ("prefill / decode, per token", f"{report['prefill_over_decode']:.1f} x"),
+    ]
     floor = report["floor"]
     if floor is None:
         facts.append(("floor", "unknown: the daemon does not tell the size of its weights"))
@@ -232,6 +250,14 @@ def print_report(report: Mapping[str, Any]) -> None:
             ("reached", f"{100 * floor['reached']:.0f}% of the floor's rate"),
         ]
     print_facts(facts)
+
+
+_RATE_COLUMNS = ("tok/s", "min", "max")
+
+
+def _rates(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    median, least, most = (result[f"tokens_per_s{part}"] for part in ("", "_min", "_max"))
+    return f"{median:.1f}", f"{least:.1f}", f"{most:.1f}"
 
 
 def _ms(seconds: float, digits: int) -> str:

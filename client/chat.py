@@ -11,8 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from slotd.client.conversation import Conversation
+from slotd.client.failure import explain
 from slotd.client.rates import rate_line
-from slotd.protocol.errors import DaemonStartError, RequestError, SlotdError
+from slotd.protocol.errors import DaemonStartError, SlotdError
 
 if TYPE_CHECKING:
     from slotd.client.client import Client
@@ -124,7 +125,7 @@ class Chat:
             self.ui.error(str(error))
             return False
         except SlotdError as error:
-            self.ui.error(f"{error}{_advice(error)}")
+            self.ui.error(explain(error, "/reset starts afresh, --max-ctx makes room"))
             return False
         self.last = answer
         self.tokens += len(answer.ids)
@@ -160,9 +161,3 @@ class Chat:
             limit = "the context is full: /reset" if answer.limit == "max_ctx" else "/params max_tokens=N"
             self.ui.notice(f"cut off at {len(answer.ids)} tokens ({limit})")
         self.ui.notice(rate_line(answer))
-
-
-def _advice(error: SlotdError) -> str:
-    if isinstance(error, RequestError) and error.code == "overflow":
-        return "; /reset starts afresh, --max-ctx makes room"
-    return ""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from slotd.client.failure import EXIT_FAILED, exit_code, explain
 from slotd.client.flags import MODEL_FLAGS, SAMPLING_FLAGS, EngineArgs, Flag, engine_args, sampling_params
 from slotd.client.params import DEFAULTS
-from slotd.protocol.errors import ConfigError, DaemonStartError, ModelError, SlotdError
+from slotd.protocol.errors import SlotdError
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-EXIT_FAILED, EXIT_USAGE, EXIT_MODEL, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_INTERRUPTED = 130
+
+#: What helps when a request does not fit.
+TOO_LONG = "shorten the prompt, ask for fewer tokens (-n), or make the context larger (-c)"
 
 _verbosity = 0
 
@@ -150,7 +154,7 @@ def inspect(args: tuple[str, ...]) -> None:
     """Say what a GGUF file is and needs."""
     from slotd.client import passthrough
 
-    passthrough.run("inspect", list(args))
+    passthrough.run_inspect(list(args))
 
 
 @slotd.command(cls=Command)
@@ -162,7 +166,8 @@ def chat(model: str | None, pre: str | None, system: str | None, **given: Any) -
     """Chat on the terminal, or with lines from stdin.
 
     Without a terminal every line of stdin is one turn of one conversation (three double quotes open and
-    close a turn of several lines), and only the answers go to stdout.
+    close a turn of several lines), and only the answers go to stdout. After a turn or command that failed
+    the others are still done; the exit code is then 1.
     """
     from slotd.client import chat_session
 
@@ -202,7 +207,7 @@ def generate(
 @slotd.command(cls=Command)
 @click.argument("source", metavar="IN.jsonl")
 @click.option("-o", "--out", metavar="OUT.jsonl", help="Output; - is stdout. Default: - when IN is -.")
-@click.option("--resume", is_flag=True, help="Go on with a run that was stopped: take its finished records.")
+@click.option("--resume", is_flag=True, help="Go on with a run that was stopped.")
 @click.option("--stream", is_flag=True, help="Also write pieces of answers as they are made (output - only).")
 @sampling_options
 @model_options
@@ -213,7 +218,8 @@ def batch(
     """Answer a JSON lines file of jobs.
 
     IN and OUT may be - for stdin and stdout: then lines are answered as they come. A file is finished by a
-    rename; until then finished records are kept in OUT.jsonl.part, from where --resume goes on.
+    rename; until then finished records are kept in OUT.jsonl.part, from where --resume goes on. When OUT is
+    complete there is nothing to resume, and --resume is refused.
 
     A job is an object with prompt, ids or messages, and optionally params and id; or a line of an OpenAI
     batch file. Sampling flags are the defaults of jobs that say nothing else.
@@ -240,7 +246,7 @@ def batch(
 def doctor(as_json: bool, model: str | None, pre: str | None, **given: Any) -> int:
     """Show what is there, and test it.
 
-    Versions, device, memory, model, and five generated tokens. The exit code is 1 when those fail.
+    Versions, device, memory, model, and five generated tokens. The exit code is not 0 when those fail.
     """
     from slotd.client import doctor as module
 
@@ -289,7 +295,8 @@ def fetch() -> None:
 def try_(model: str | None, pre: str | None, **given: Any) -> int:
     """First steps: chat, or one built-in question.
 
-    On a terminal this is the chat; elsewhere one question is answered and its rates go to stderr.
+    On a terminal this is the chat; elsewhere one question is answered; the question and the rates
+    go to stderr.
     """
     from slotd.client import chat_session, oneshot
 
@@ -298,25 +305,13 @@ def try_(model: str | None, pre: str | None, **given: Any) -> int:
     with _spawn(path, engine, pre) as client:
         if sys.stdin.isatty() and sys.stdout.isatty():
             return chat_session.run(client, path.name, dict(DEFAULTS), None)
+        click.echo(f"> {oneshot.BUILT_IN.text}", err=True)
         params = DEFAULTS | {"temperature": 0.0, "max_tokens": 64}
         return oneshot.run(client, oneshot.BUILT_IN, params, as_json=False, show_rates=True)
 
 
 # --------------------------------------------------------------------------------------------------
 # Errors into exit codes
-
-
-def exit_code(error: SlotdError) -> int:
-    """The exit code for an error of the tree."""
-    if isinstance(error, ConfigError):
-        return EXIT_USAGE
-    if isinstance(error, ModelError):
-        return EXIT_MODEL
-    if isinstance(error, DaemonStartError):  # the daemon has the same codes, and could see the flags and file
-        for code in (EXIT_USAGE, EXIT_MODEL):
-            if f"exit code {code} (" in str(error):
-                return code
-    return EXIT_FAILED
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -343,17 +338,8 @@ def _report(error: SlotdError | OSError) -> int:
 
         traceback.print_exception(error)
     else:
-        print(f"slotd: {_in_one_line(error)}", file=sys.stderr)
+        print(f"slotd: {explain(error, TOO_LONG)}", file=sys.stderr)
     return exit_code(error) if isinstance(error, SlotdError) else EXIT_FAILED
-
-
-def _in_one_line(error: SlotdError | OSError) -> str:
-    """The message; of a daemon that said why it could not start, only that."""
-    text = str(error)
-    last = text.splitlines()[-1:]
-    if isinstance(error, DaemonStartError) and last and last[0].startswith("slotd: "):
-        return last[0].removeprefix("slotd: ")
-    return text
 
 
 def main() -> NoReturn:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from slotd.client import commands
 from slotd.client.bus import Callbacks
 from slotd.client.completion import Assembler, Completion
+from slotd.client.failure import ClientClosedError
 from slotd.client.generation import Generation, GenerationArgs
 from slotd.client.process import DaemonProcess, daemon_argv
 from slotd.client.session import Session
 from slotd.client.stream import Stream
 from slotd.client.text import TextTools
 from slotd.client.transport import Pipe
-from slotd.protocol.errors import DaemonDiedError
 from slotd.protocol.messages import AllCleared, Event, Json
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ class Client:
         log: called with every line of the daemon's stderr (from a thread of the client's).
 
     Raises:
-        ConfigError: no such model, or an argument that is wrong.
-        DaemonStartError: the daemon did not become ready; the message ends with its last words.
+        ModelError: the model file is missing or cannot be used.
+        ConfigError: an argument that is wrong.
+        DaemonStartError: the daemon did not become ready; the message ends with its last words. One that
+            ended by itself raises the subclass DaemonExitError, which has its `exit_code`.
     """
 
     def __init__(
@@ -160,12 +162,13 @@ class Client:
         """The session to use for the next call; a new one after a death that somebody was told of.
 
         Raises:
+            ClientClosedError: `close` was called.
             DaemonDiedError: the daemon died and nobody knew, or it cannot be restarted.
             DaemonStartError: the new one did not become ready.
         """
         with self._lock:
             if self._closed:
-                raise DaemonDiedError("the client was closed")
+                raise ClientClosedError("the client was closed")
             session = self._session
             if session.alive:
                 return session
@@ -179,7 +182,10 @@ class Client:
             return self._session
 
     def close(self) -> None:
-        """End the daemon: quit, then SIGTERM, then SIGKILL. What still runs fails. Safe to call again."""
+        """End the daemon: quit, then SIGTERM, then SIGKILL. What still runs fails. Safe to call again.
+
+        Calls that follow raise `ClientClosedError`.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -16,6 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
+from slotd.client.failure import done_error
 from slotd.protocol import messages
 from slotd.protocol.errors import DaemonError, RemoteProtocolError, RequestError
 from slotd.protocol.messages import Event
@@ -75,9 +76,7 @@ class Command:
                 self._end(RequestError(code, fields, id=self.request.id, verb=self.request.verb))
                 return True
             case messages.Done(status="err", fields=fields):
-                rest = {key: value for key, value in fields.items() if key != "code"}
-                code = str(fields.get("code", "internal"))
-                self._end(RequestError(code, rest, id=self.request.id, verb=self.request.verb))
+                self._end(done_error(fields, self.request.id, self.request.verb))
                 return True
             case messages.Done():
                 self._end(RemoteProtocolError(f"{self.request.verb} {self.id} ended without its answer"))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from slotd.protocol.errors import RequestError, Value
+from slotd.client.failure import done_error
+from slotd.protocol.errors import Value
 from slotd.protocol.messages import Done, Event, Prefill, TokenLogprob, Tokens
 
 if TYPE_CHECKING:
@@ -173,8 +174,7 @@ class Assembler:
     def _done(self, done: Done) -> Chunk | None:
         fields = done.fields
         if done.status == "err" and self.stopped_by is None:
-            rest = {key: value for key, value in fields.items() if key != "code"}
-            raise RequestError(str(fields.get("code", "internal")), rest, id=self.id)
+            raise done_error(fields, self.id)
         tail = self._tail()
         reason: FinishReason = "length"
         stop: str | int | None = None

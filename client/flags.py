@@ -116,7 +116,7 @@ def sampling_params(given: Mapping[str, Any]) -> ParamDict:
         params["logit_bias"] = _parse_biases(given["logit_bias"])
     if given["stop"]:
         params["stop"] = list(given["stop"])
-    return check_all(params)
+    return check_all(params, typed=True)
 
 
 def _parse_biases(texts: Sequence[str]) -> dict[str, float]:

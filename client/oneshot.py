@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotd.client.params import ParamDict, effective
@@ -34,8 +35,7 @@ def read_prompt(argument: str | None, file: str | None) -> str:
     """The prompt from the command line, a file, or stdin. One line end at the end of a file is dropped.
 
     Raises:
-        ConfigError: none or two were given, it is empty, or it is not UTF-8.
-        OSError: the file cannot be read.
+        ConfigError: none or two were given, the file cannot be read, it is empty, or it is not UTF-8.
     """
     if argument is not None and file is not None:
         raise ConfigError("give PROMPT or -f FILE, not both")
@@ -51,8 +51,10 @@ def _read_text(file: str | None) -> str:
     if file is None or file == "-":
         name, raw = "stdin", sys.stdin.buffer.read()
     else:
-        with open(file, "rb") as opened:
-            name, raw = file, opened.read()
+        try:
+            name, raw = file, Path(file).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"-f {file}: {error.strerror or error}") from None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

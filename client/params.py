@@ -7,6 +7,7 @@ request reaches it; here a person or a job file hears at once which value is wro
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,10 @@ class Parameter:
 
     check: Callable[[Any], Any]
     limit: str  # what is allowed, for messages
+    none: str = ""  # what None means, where it is allowed
 
 
-def integer(low: int, high: int, *, none: bool = False) -> Parameter:
+def integer(low: int, high: int, *, none: str = "") -> Parameter:
     def check(value: Any) -> int | None:
         if value is None and none:
             return None
@@ -53,7 +55,7 @@ def integer(low: int, high: int, *, none: bool = False) -> Parameter:
             raise ValueError
         return value
 
-    return Parameter(check, f"a whole number, {low} to {high}" + (", or null" if none else ""))
+    return Parameter(check, f"a whole number, {low} to {high}", none)
 
 
 def real(low: float, high: float, *, above: bool = False) -> Parameter:
@@ -111,7 +113,7 @@ def _check_logit_bias(value: Any) -> dict[int, float]:
 
 
 PARAMETERS: Mapping[str, Parameter] = {
-    "max_tokens": integer(1, INT31, none=True),
+    "max_tokens": integer(1, INT31, none="no limit"),
     "temperature": real(0, 100),
     "top_k": integer(0, INT31),
     "top_p": real(0, 1, above=True),
@@ -123,7 +125,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "logit_bias": Parameter(
         _check_logit_bias, f"an object of token id to bias (-1000 to 1000), at most {MAX_BIASES}"
     ),
-    "seed": integer(0, 2**64 - 1, none=True),
+    "seed": integer(0, 2**64 - 1, none="random"),
     "stop": Parameter(
         _check_stop, f"a text or a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters"
     ),
@@ -133,9 +135,28 @@ PARAMETERS: Mapping[str, Parameter] = {
     "ignore_eos": Parameter(_check_flag, "true or false"),
 }
 
+#: Spelling of the command line, without dashes -> the name here, where they differ.
+_FLAG_NAMES = {
+    "n": "max_tokens",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_window",
+    "s": "seed",
+}
 
-def check(name: str, value: Any) -> Any:
-    """The checked form of one value. ConfigError names the parameter, the value and what is allowed."""
+#: What a typed -1 stands for.
+_MINUS_ONE: ParamDict = {"max_tokens": None, "seed": None, "penalty_window": INT31}
+
+_ASSIGNED = re.compile(r"(-{0,2}[A-Za-z][\w-]*)\s*=\s*")
+_NEXT = re.compile(r"\s" + _ASSIGNED.pattern)
+
+
+def check(name: str, value: Any, *, typed: bool = False) -> Any:
+    """The checked form of one value. ConfigError names the parameter, the value and what is allowed.
+
+    Args:
+        typed: a person typed it, on a command line or in the chat, where -1 stands for null.
+    """
     parameter = PARAMETERS.get(name)
     if parameter is None:
         raise ConfigError(f"parameter {name!r} is not supported; known are {', '.join(PARAMETERS)}")
@@ -143,32 +164,62 @@ def check(name: str, value: Any) -> Any:
         return parameter.check(value)
     except ValueError:
         shown = json.dumps(value, ensure_ascii=False, default=str)
-        raise ConfigError(f"{name} is {shown[:80]}; allowed is {parameter.limit}") from None
+        none = f", or {'-1' if typed else 'null'} for {parameter.none}" if parameter.none else ""
+        raise ConfigError(f"{name} is {shown[:80]}; allowed is {parameter.limit}{none}") from None
 
 
-def check_all(values: Any) -> ParamDict:
+def check_all(values: Any, *, typed: bool = False) -> ParamDict:
     """`check` for every entry of a JSON object, and whether they go together."""
     if not isinstance(values, Mapping):
         raise ConfigError("params is not an object of name to value")
-    params = {name: check(name, value) for name, value in values.items()}
+    params = {name: check(name, value, typed=typed) for name, value in values.items()}
     least, most = params.get("min_tokens", 0), params.get("max_tokens")
     if most is not None and least > most:
         raise ConfigError(f"min_tokens is {least}, above max_tokens {most}")
     return params
 
 
-def parse_assignment(text: str) -> tuple[str, Any]:
-    """``name=value`` as typed by a person: the value is JSON, or plain text where JSON fails."""
-    name, equals, raw = text.partition("=")
-    name, raw = name.strip(), raw.strip()
-    if not equals or not name:
-        raise ConfigError(f"{text!r} is not NAME=VALUE")
-    value: Any
+def parse_assignments(text: str) -> ParamDict:
+    """``name=value name=value ...`` as typed by a person.
+
+    A name may be spelled as its flag on the command line. A value is JSON, or plain text up to the next
+    ``name=`` where JSON fails. ConfigError names what is wrong.
+    """
+    found: ParamDict = {}
+    rest = text.strip()
+    while rest:
+        match = _ASSIGNED.match(rest)
+        if match is None:
+            raise ConfigError(f"{rest!r} is not NAME=VALUE")
+        value, rest = _split_value(rest[match.end() :])
+        name = match[1].lstrip("-").replace("-", "_")
+        name = _FLAG_NAMES.get(name, name)
+        if name in found:
+            raise ConfigError(f"{name} is given twice")
+        found[name] = check(name, _MINUS_ONE.get(name, -1) if value == -1 else value, typed=True)
+    return found
+
+
+def _split_value(text: str) -> tuple[Any, str]:
+    """The value that `text` begins with, and the assignments behind it."""
     try:
-        value = json.loads(raw)
+        value, end = json.JSONDecoder().raw_decode(text)
+        rest = text[end:].lstrip()
+        if not rest or (text[end].isspace() and _ASSIGNED.match(rest)):
+            return value, rest
     except ValueError:
-        value = None if raw.lower() in ("none", "off") else raw
-    return name, check(name, value)
+        pass
+    following = _NEXT.search(text)
+    end = len(text) if following is None else following.start()
+    raw = text[:end].strip()
+    return (None if raw.lower() in ("none", "off") else raw), text[end:].strip()
+
+
+def shown(name: str, value: Any) -> str:
+    """A value for a person, who may type it back except where it is in words."""
+    if value is None and name in PARAMETERS:
+        return PARAMETERS[name].none
+    return json.dumps(value, ensure_ascii=False)
 
 
 def effective(params: ParamDict, seed: int | None) -> ParamDict:

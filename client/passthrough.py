@@ -24,6 +24,28 @@ def run_daemon(args: list[str]) -> NoReturn:
     run("daemon", args)
 
 
+def run_inspect(args: list[str]) -> NoReturn:
+    """`run` for ``inspect``; when no file is named the default one is fetched and put first."""
+    if not names_file(args) and not asks_for_help(args):
+        from slotd.client.fetch import resolve_model
+
+        args = [str(resolve_model(None, fetch=True)), *args]
+    run("inspect", args)
+
+
+#: Flags of ``inspect`` whose value is the next word.
+INSPECT_VALUES = frozenset({"-c", "--ctx", "--max-ctx", "-ctk", "--cache-type-k", "-ctv", "--cache-type-v"})
+
+
+def names_file(args: list[str]) -> bool:
+    """Whether the arguments of ``inspect`` have a word that is no flag and no value of one."""
+    before = [None, *args]
+    return any(
+        before_it not in INSPECT_VALUES and (not word.startswith("-") or before_it == "--")
+        for before_it, word in zip(before, args, strict=False)
+    )
+
+
 def names_model(args: list[str]) -> bool:
     """Whether the arguments have a model: a word in the first place (as in the source's command line), -m,
     or a GGUF file anywhere. Which flags take a value is the daemon's business, so a bare word elsewhere

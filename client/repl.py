@@ -71,8 +71,13 @@ def run_terminal(chat: Chat, read: Callable[[str], str] | None = None) -> int:
 
 
 def run_pipe(chat: Chat, lines: Iterable[bytes]) -> int:
-    """Turns from lines of a pipe or file. Only answers go to stdout. Returns the exit code, 0 at the end."""
+    """Turns from lines of a pipe or file. Only answers go to stdout.
+
+    Whatever is wrong with a line, the lines that follow are answered. Returns the exit code: 1 when
+    anything was wrong, else 0.
+    """
     turns = TurnReader()
+    well = True
     try:
         for number, raw in enumerate(lines, start=1):
             try:
@@ -80,21 +85,23 @@ def run_pipe(chat: Chat, lines: Iterable[bytes]) -> int:
             except UnicodeDecodeError as error:
                 turns.drop()
                 chat.ui.error(f"line {number} is not UTF-8 at byte {error.start}")
+                well = False
                 continue
             if text is not None:
-                _take(chat, text, turns.quoted)
+                well = _take(chat, text, turns.quoted) and well
     except slash.Quit:
-        return 0
+        return 0 if well else 1
     if turns.open:
         chat.ui.error('the last """ was never closed; that text was not asked')
-    return 0
+        well = False
+    return 0 if well else 1
 
 
-def _take(chat: Chat, text: str, quoted: bool) -> None:
+def _take(chat: Chat, text: str, quoted: bool) -> bool:
+    """Run a command or answer a turn; whether that worked."""
     if not quoted and slash.is_command(text):
-        slash.run(chat, text)
-    else:
-        chat.ask(text)
+        return slash.run(chat, text)
+    return chat.ask(text)
 
 
 def _terminal_reader(chat: Chat) -> Callable[[str], str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from slotd.client import commands
 from slotd.client.bus import Bus, Callbacks, EventWaiter
+from slotd.client.failure import start_error
 from slotd.client.process import DaemonProcess
 from slotd.client.transport import Pipe, Transport
 from slotd.protocol import messages
@@ -118,7 +119,7 @@ class Session:
             raise DaemonStartError(f"the daemon was not ready within {timeout:g} s{words}") from error
         except DaemonDiedError as error:
             self._abort()
-            raise DaemonStartError(str(error)) from error
+            raise self._start_error(error) from error
         except BaseException:
             self._abort()
             raise
@@ -129,6 +130,11 @@ class Session:
         if self.process is not None:
             self.process.kill()
         self.close()
+
+    def _start_error(self, error: DaemonDiedError) -> DaemonStartError:
+        if self.process is None:
+            return DaemonStartError(str(error))
+        return start_error(str(error), self.process.exit_code, self.process.last_words())
 
     def _words(self) -> str:
         words = "" if self.process is None else self.process.last_words()

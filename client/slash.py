@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotd.client.conversation import Conversation
-from slotd.client.params import parse_assignment
+from slotd.client.params import parse_assignments, shown
 from slotd.client.rates import rate_line
 from slotd.protocol.errors import SlotdError
 
@@ -65,10 +64,8 @@ def _load(chat: Chat, argument: str) -> None:
 
 def _params(chat: Chat, argument: str) -> None:
     if argument:
-        name, value = parse_assignment(argument)
-        chat.conversation.set_param(name, value)
-    rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in chat.conversation.params.items()]
-    chat.ui.table(rows)
+        chat.conversation.set_params(parse_assignments(argument))
+    chat.ui.table([(name, shown(name, value)) for name, value in chat.conversation.params.items()])
 
 
 def _stats(chat: Chat, argument: str) -> None:
@@ -98,7 +95,7 @@ COMMANDS: Mapping[str, Command] = {
     "/reset": Command("/reset", "forget the turns, keep the system message", "none", _reset),
     "/save": Command("/save FILE", "write the conversation as JSON", "needed", _save),
     "/load": Command("/load FILE", "go on with a saved conversation", "needed", _load),
-    "/params": Command("/params [NAME=VALUE]", "show or set how answers are made", "optional", _params),
+    "/params": Command("/params [NAME=VALUE ...]", "show or set how answers are made", "optional", _params),
     "/stats": Command("/stats", "rates and times of the last answer", "none", _stats),
     "/slots": Command("/slots", "which snapshot slots of the daemon are occupied", "none", _slots),
     "/quit": Command("/quit", "leave (also Ctrl-D)", "none", _quit),

@@ -86,7 +86,7 @@ def test_raw_is_another_prompt(model: Path) -> None:
     ("flags", "code", "words"),
     [
         (["-ctk", "q9", "hello"], 2, "q9"),
-        (["-c", "4", "hello"], 1, "overflow"),
+        (["-c", "4", "hello"], 1, "tokens, the context has 4: shorten the prompt"),
         (["--memory-limit", "x", "hello"], 2, "--memory-limit"),
     ],
 )
@@ -95,6 +95,34 @@ def test_what_the_daemon_refuses_is_one_line(model: Path, flags: list[str], code
     assert (found.returncode, found.stdout) == (code, "")
     assert found.stderr.count("\n") == 1
     assert words in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("SLOTD_PARALLEL", "abc", "'abc': must be a whole number"),
+        ("SLOTD_PARALLEL", "99", "--parallel 99: must be 1 to 64"),
+        ("SLOTD_MAX_STALL", "x", "'x': must be a number"),
+        ("SLOTD_EXACT", "maybe", "'maybe' is not a valid boolean"),
+        ("SLOTD_CACHE_TYPE_K", "q9", "'q9' is not a K/V type"),
+        ("SLOTD_MEMORY_LIMIT", "x", "--memory-limit 'x': must be a size"),
+    ],
+)
+def test_a_wrong_variable_is_one_line_that_names_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    found = slotd("generate", model, "hello")
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+    assert re.match(f"slotd: {variable}:? {re.escape(words)}", found.stderr)
+
+
+def test_a_wrong_flag_is_named_although_its_variable_is_set(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOTD_MEMORY_LIMIT", "1GiB")
+    found = slotd("generate", model, "--memory-limit", "x", "hello")
+    assert found.stderr.startswith("slotd: --memory-limit 'x'")
 
 
 def test_a_file_that_is_no_model_is_exit_code_3(tmp_path: Path) -> None:
@@ -116,17 +144,17 @@ def test_one_line_gives_one_answer(model: Path) -> None:
     assert found.stdout == expected.stdout != ""
 
 
-@pytest.mark.parametrize("stdin", ["", "\n", '"""\n', "/nope\n"])
-def test_no_turn_gives_no_answer(model: Path, stdin: str) -> None:
+@pytest.mark.parametrize(("stdin", "code"), [("", 0), ("\n", 0), ('"""\n', 1), ("/nope\n", 1)])
+def test_no_turn_gives_no_answer(model: Path, stdin: str, code: int) -> None:
     found = slotd("chat", model, stdin=stdin)
-    assert (found.returncode, found.stdout) == (0, "")
+    assert (found.returncode, found.stdout) == (code, "")
 
 
 def test_a_turn_that_does_not_fit_leaves_the_chat_usable(model: Path) -> None:
     found = slotd("chat", model, *GREEDY, "-c", "64", "-n", "4", stdin="x y " * 200 + "\nhi\n")
     alone = slotd("chat", model, *GREEDY, "-c", "64", "-n", "4", stdin="hi\n")
-    assert found.returncode == 0
-    assert "overflow" in found.stderr
+    assert (found.returncode, alone.returncode) == (1, 0)
+    assert "tokens, the context has 64: /reset starts afresh" in found.stderr
     assert found.stdout == alone.stdout
 
 
@@ -395,6 +423,21 @@ def test_try_answers_one_question_and_shows_rates(model: Path) -> None:
     found = slotd("try", model)
     assert found.returncode == 0
     assert "tok/s" in found.stderr
+
+
+@pytest.mark.parametrize(("code", "failed"), [(130, False), (0, False), (1, True)])
+def test_leaving_with_ctrl_c_is_no_error_of_make(tmp_path: Path, code: int, failed: bool) -> None:
+    """The target of the real Makefile, on an environment whose `slotd` ends at once."""
+    root = Path(__file__).parents[2]
+    (tmp_path / "bin").mkdir()
+    for name, line in (("python", f'exec "{sys.executable}" "$@"'), ("slotd", f"exit {code}")):
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    (tmp_path / ".slotd-run").write_text(f"{root}\n")  # says that slotd is installed there
+    command = ["make", "-C", str(root), "run", f"VENV={tmp_path}"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ("Error" in found.stderr, found.returncode != 0) == (failed, failed), found.stderr
 
 
 def test_a_killed_chat_leaves_no_daemon(model: Path) -> None:

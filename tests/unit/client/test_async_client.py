@@ -10,6 +10,7 @@ import pytest
 
 from slotd.client import (
     AsyncClient,
+    ClientClosedError,
     ConfigError,
     DaemonDiedError,
     DaemonStartError,
@@ -227,3 +228,16 @@ def test_it_must_be_started() -> None:
     client = AsyncClient(command=["x"])
     with pytest.raises(DaemonDiedError, match="not started"):
         client.hello  # noqa: B018
+
+
+def test_a_closed_client_says_so(daemon, attach) -> None:
+    async def talk() -> None:
+        async with await attach() as client:
+            pass
+        await client.close()  # again
+        with pytest.raises(ClientClosedError, match="the client was closed"):
+            await client.generate([5])
+        with pytest.raises(ClientClosedError, match="the client was closed"):
+            await client.slots()
+
+    asyncio.run(talk())

@@ -146,6 +146,16 @@ def test_resume_with_nothing_there_starts_at_the_first_line(
     assert "nothing to resume" in capsys.readouterr().err
 
 
+def test_resume_of_a_complete_run_is_refused_and_the_output_stays(setup: Setup) -> None:
+    assert setup.run(FakeClient()) == 0
+    before = setup.out.read_bytes()
+    client = FakeClient()
+    with pytest.raises(ConfigError, match="out is complete, there is nothing to resume: remove it, or run"):
+        setup.run(client, resume=True)
+    assert (client.requests, setup.out.read_bytes()) == ([], before)
+    assert setup.run(client) == 0  # without --resume it starts over
+
+
 def test_records_of_a_stopped_run_are_not_thrown_away_by_mistake(setup: Setup) -> None:
     with pytest.raises(DaemonStartError):
         setup.run(stop_at("c", DaemonStartError("no")))

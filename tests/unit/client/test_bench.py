@@ -47,6 +47,39 @@ def test_report(client: FakeClient) -> None:
     assert 0.01 <= decode["token_s"] < 0.1
     assert decode["overhead_s"] == pytest.approx(decode["token_s"] - 0.005, abs=1e-6)
     assert decode["tokens_per_s"] == pytest.approx(1 / decode["token_s"])
+    for result in (*report["prefill"], decode):
+        assert result["tokens_per_s_min"] <= result["tokens_per_s"] <= result["tokens_per_s_max"]
+
+
+def test_min_and_max_are_of_the_runs(client: FakeClient) -> None:
+    # The first request is a warm-up, the last three are decodes.
+    seconds = iter([9.0, 0.1, 0.2, 0.4, 9.0, 9.0, 9.0])
+
+    def answer(request: dict[str, Any]) -> Completion:
+        timings = {"prefill_s": next(seconds)}
+        return completion((1, 2), prompt_tokens=8, cached_tokens=0, timings=timings)
+
+    client.answer = answer
+    client.step = lambda index: None
+    plan = bench.Plan(prefill=(8,), depths=(4,), decode=2, repeats=3)
+    [prefill] = bench.bench(client, plan, Bandwidth(1e6, 2))["prefill"]
+    names = ("tokens_per_s_min", "tokens_per_s", "tokens_per_s_max")
+    assert [prefill[name] for name in names] == pytest.approx([20.0, 40.0, 80.0])
+
+
+def test_no_title_is_wider_than_its_table(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "measure", lambda: Bandwidth(1e6, 2))
+    bench.run(Path("a-model-with-quite-a-long-name-Q4_1.gguf"), lambda: client, PLAN, as_json=False)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"Prefill", "Decode, 5 tokens"} <= set(lines)
+    assert any("min" in line and "max" in line for line in lines)
+
+
+def test_the_floor(client: FakeClient) -> None:
+    report = bench.bench(client, PLAN, Bandwidth(1e6, 2))
+    decode = report["decode"][0]
     floor = report["floor"]
     assert floor["token_s"] == pytest.approx(0.001)
     assert floor["reached"] == pytest.approx(0.001 / decode["token_s"])

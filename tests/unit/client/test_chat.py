@@ -47,7 +47,7 @@ def test_a_turn_is_streamed_and_kept() -> None:
     "error",
     [
         TemplateError("roles must alternate"),
-        RequestError("overflow", {"prompt": 70, "max_ctx": 64}),
+        RequestError("oom", {"requested": 70, "free": 64}),
         DaemonDiedError("exit code 1"),
     ],
 )
@@ -71,11 +71,13 @@ def test_a_turn_that_fails_is_dropped_and_the_next_one_works(error: Exception) -
 
 def test_an_overlong_turn_says_what_helps() -> None:
     def answer(request: dict[str, Any]) -> Completion:
-        raise RequestError("overflow", {"prompt": 70})
+        raise RequestError("overflow", {"prompt": 70, "n_gen": 5, "max_ctx": 64})
 
     chat = new_chat(FakeClient(answer))
     chat.ask("x")
-    assert "/reset" in shown(chat).errors[0]
+    assert shown(chat).errors == [
+        "the prompt has 70 tokens, the context has 64: /reset starts afresh, --max-ctx makes room"
+    ]
 
 
 def test_a_daemon_that_cannot_start_ends_a_piped_chat_only() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slotd.client import batch_run, chat_session, cli, oneshot
+from slotd.client.failure import DaemonExitError
 from slotd.client.flags import MODEL_FLAGS, SAMPLING_FLAGS
 from slotd.client.params import DEFAULTS
 from slotd.protocol.errors import (
@@ -98,7 +99,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["batch", "nowhere.jsonl", "-o", "-"],
         ["batch", "-", "--resume"],
         ["bench", "--prefill", "x"],
-        ["chat", "-m", "nowhere.gguf"],
+        ["generate", "-f", "nowhere.txt"],
+        ["generate", "x", "-n", "0"],
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_spawns_nothing(
@@ -111,16 +113,31 @@ def test_wrong_usage_is_exit_code_2_and_spawns_nothing(
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize("command", ["chat", "generate x", "batch -", "bench", "doctor", "try"])
+def test_a_missing_model_file_is_exit_code_3(
+    command: str, spawned: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nowhere.gguf"
+    assert run(*command.split(), "-m", str(missing)) == 3
+    assert spawned == []
+    captured = capsys.readouterr()
+    assert f"{missing}: the model named by -m: No such file" in captured.out + captured.err
+
+
+def test_no_tokens_at_all_is_refused_in_words_of_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "x", "-n", "0") == 2
+    assert capsys.readouterr().err.endswith(
+        "allowed is a whole number, 1 to 2147483647, or -1 for no limit\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (ConfigError("x"), 2),
         (ModelError("x"), 3),
-        (
-            DaemonStartError("it died: exit code 2 (a flag is wrong); its last words:\nslotd: --chunk 0: no"),
-            2,
-        ),
-        (DaemonStartError("it died: exit code 3 (the model cannot be used); its last words:\nslotd: bad"), 3),
+        (DaemonExitError("--chunk 0: no", 2), 2),
+        (DaemonExitError("bad.gguf: no", 3), 3),
         (DaemonStartError("not ready within 3 s"), 1),
         (DaemonDiedError("x"), 1),
         (RequestError("oom"), 1),
@@ -319,7 +336,16 @@ def test_try_answers_the_built_in_question(
         sys.stdin.close()
     captured = capsys.readouterr()
     assert captured.out == "t1 t2 t3 \n"
+    assert captured.err.startswith(f"> {oneshot.BUILT_IN.text}\n")
     assert "tok/s" in captured.err
+
+
+def test_the_client_lists_what_it_loads_late() -> None:
+    import slotd.client
+    from slotd.client.chat_template import TemplateError
+
+    assert set(slotd.client.__all__) <= set(dir(slotd.client))
+    assert slotd.client.TemplateError is TemplateError
 
 
 def imported(*args: str) -> set[str]:

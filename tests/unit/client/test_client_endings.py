@@ -12,7 +12,9 @@ import pytest
 
 from slotd.client import (
     Client,
+    ClientClosedError,
     DaemonDiedError,
+    DaemonExitError,
     DaemonStartError,
     DaemonTimeoutError,
 )
@@ -196,7 +198,7 @@ def test_closing_fails_what_still_waits(daemon, client) -> None:
     threading.Timer(0.05, client.close).start()
     with pytest.raises(DaemonDiedError, match="the client was closed"):
         stream.result()
-    with pytest.raises(DaemonDiedError, match="the client was closed"):
+    with pytest.raises(ClientClosedError, match="the client was closed"):
         client.status()
 
 
@@ -261,8 +263,9 @@ def test_without_restart_the_dead_stay_dead() -> None:
 
 
 def test_a_daemon_that_cannot_start() -> None:
-    with pytest.raises(DaemonStartError) as caught:
+    with pytest.raises(DaemonExitError) as caught:
         spawn("dies_at_once")
+    assert caught.value.exit_code == 3
     assert str(caught.value) == (
         "the daemon died: exit code 3 (the model cannot be used); its last words:\n"
         "tensor blk.0.attn_q.weight is missing"

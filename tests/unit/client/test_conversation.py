@@ -82,9 +82,9 @@ def test_a_bad_file_is_refused_with_its_name_and_fault(tmp_path: Path, content: 
     assert str(caught.value).startswith(str(path))
 
 
-def test_set_param_checks_against_the_others() -> None:
+def test_set_params_checks_against_the_others() -> None:
     talk = Conversation({"max_tokens": 4})
     with pytest.raises(ConfigError):
-        talk.set_param("min_tokens", 5)
-    talk.set_param("top_k", 3)
+        talk.set_params({"top_k": 9, "min_tokens": 5})
+    talk.set_params({"top_k": 3})
     assert talk.params == {"max_tokens": 4, "top_k": 3}

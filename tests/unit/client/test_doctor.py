@@ -10,7 +10,7 @@ import pytest
 
 from slotd.client import doctor
 from slotd.client.completion import Completion
-from slotd.protocol.errors import ConfigError, DaemonStartError
+from slotd.protocol.errors import DaemonStartError, ModelError
 from tests.fakes.fake_client import FakeClient, completion
 
 
@@ -66,13 +66,13 @@ def test_no_daemon_and_no_model_are_facts(model: Path, capsys: pytest.CaptureFix
         raise DaemonStartError("out of memory")
 
     def no_model() -> Path:
-        raise ConfigError("run `slotd fetch`")
+        raise ModelError("run `slotd fetch`")
 
     assert doctor.run(lambda: model, no_daemon, as_json=False) == 1
     assert "FAILED: out of memory" in capsys.readouterr().out
-    assert doctor.run(no_model, no_daemon, as_json=True) == 1
+    assert doctor.run(no_model, no_daemon, as_json=True) == 3
     facts = json.loads(capsys.readouterr().out)
-    assert facts["self_test"] == {"ok": False, "error": "run `slotd fetch`"}
+    assert facts["self_test"] == {"ok": False, "error": "run `slotd fetch`", "exit_code": 3}
     assert facts["model"] is None
 
 

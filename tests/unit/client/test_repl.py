@@ -8,14 +8,17 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
 from slotd.client.chat import Chat
+from slotd.client.completion import Completion
 from slotd.client.conversation import Conversation
 from slotd.client.repl import history_path, open_history, run_pipe, run_terminal
-from tests.fakes.fake_client import FakeClient
+from slotd.protocol.errors import RequestError
+from tests.fakes.fake_client import FakeClient, completion
 from tests.fakes.fake_ui import FakeUi
 
 
@@ -36,9 +39,9 @@ def asked(client: FakeClient) -> list[str]:
 # ----- from a pipe
 
 
-def pipe(client: FakeClient, *lines: bytes) -> FakeUi:
+def pipe(client: FakeClient, *lines: bytes, code: int = 0) -> FakeUi:
     chat, ui = new_chat(client, interactive=False)
-    assert run_pipe(chat, lines) == 0
+    assert run_pipe(chat, lines) == code
     return ui
 
 
@@ -66,13 +69,13 @@ def test_blocks(client: FakeClient) -> None:
 
 
 def test_an_unclosed_block_is_not_asked(client: FakeClient) -> None:
-    ui = pipe(client, b'"""\n', b"a\n")
+    ui = pipe(client, b'"""\n', b"a\n", code=1)
     assert client.requests == []
     assert "never closed" in ui.errors[0]
 
 
 def test_unknown_commands_are_errors_and_the_next_line_is_answered(client: FakeClient) -> None:
-    ui = pipe(client, b"/nope\n", b"hi\n")
+    ui = pipe(client, b"/nope\n", b"hi\n", code=1)
     assert asked(client) == ["hi"]
     assert len(ui.errors) == 1
 
@@ -80,10 +83,23 @@ def test_unknown_commands_are_errors_and_the_next_line_is_answered(client: FakeC
 def test_quit_ends_before_the_rest(client: FakeClient) -> None:
     pipe(client, b"/quit\n", b"hi\n")
     assert client.requests == []
+    pipe(client, b"/nope\n", b"/quit\n", code=1)
+
+
+def test_a_turn_that_fails_is_exit_code_1_after_the_others(client: FakeClient) -> None:
+    def answer(request: dict[str, Any]) -> Completion:
+        if request["messages"][-1]["content"] == "bad":
+            raise RequestError("oom")
+        return completion()
+
+    client.answer = answer
+    ui = pipe(client, b"a\n", b"bad\n", b"b\n", code=1)
+    assert asked(client) == ["a", "bad", "b"]
+    assert len(ui.answers) == 2
 
 
 def test_bytes_that_are_no_text(client: FakeClient) -> None:
-    ui = pipe(client, b"\xff\n", "grüße\r\n".encode())
+    ui = pipe(client, b"\xff\n", "grüße\r\n".encode(), code=1)
     assert asked(client) == ["grüße"]
     assert ui.errors == ["line 1 is not UTF-8 at byte 0"]
 

@@ -109,12 +109,19 @@ def test_params(chat: Chat, ui: FakeUi) -> None:
     assert chat.conversation.params["top_p"] == 0.5
     assert chat.conversation.params["stop"] == ["THE END"]
     assert ("top_p", "0.5") in ui.tables[-1]
+    assert {("max_tokens", "no limit"), ("seed", "random")} <= set(ui.tables[-1])
     chat.ask("x")
     assert isinstance(chat.client, FakeClient)
     assert chat.client.requests[-1]["top_p"] == 0.5
 
 
-@pytest.mark.parametrize("typed", ["top_p=2", "warmth=1", "top_p"])
+def test_several_params_at_once_by_the_names_of_the_flags(chat: Chat) -> None:
+    assert slash.run(chat, "/params temp=0 repeat-penalty=1.5 max_tokens=-1")
+    changed = {"temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": None}
+    assert chat.conversation.params == DEFAULTS | changed
+
+
+@pytest.mark.parametrize("typed", ["top_p=2", "warmth=1", "top_p", "temp=1 top_p=2"])
 def test_wrong_params_change_nothing(chat: Chat, ui: FakeUi, typed: str) -> None:
     assert not slash.run(chat, f"/params {typed}")
     assert ui.errors
