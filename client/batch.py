@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 MAX_LINE = 64 * 1024 * 1024
 
 
+#: Failures that are the daemon's and not the job's.
+LOST = ("device_lost", "shutting_down")
+
+
 @dataclass(slots=True)
 class Counts:
     """What has become of the lines so far."""
@@ -341,7 +345,7 @@ class Batch:
             with self._gate.shared():
                 return self._answer(job)
         except (DaemonDiedError, RequestError) as error:
-            if self._stopping or (isinstance(error, RequestError) and error.code != "device_lost"):
+            if self._stopping or (isinstance(error, RequestError) and error.code not in LOST):
                 raise
         with self._gate.alone():
             if self._stream:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from slotd.client.failure import done_error
-from slotd.protocol.errors import Value
+from slotd.protocol.errors import RequestError, Value
 from slotd.protocol.messages import Done, Event, Prefill, TokenLogprob, Tokens
 
 if TYPE_CHECKING:
@@ -175,6 +175,8 @@ class Assembler:
         fields = done.fields
         if done.status == "err" and self.stopped_by is None:
             raise done_error(fields, self.id)
+        if done.status == "cancelled" and "reason" in fields and self.stopped_by is None:
+            raise RequestError(str(fields["reason"]), id=self.id)  # nobody asked for it: no whole answer
         tail = self._tail()
         reason: FinishReason = "length"
         stop: str | int | None = None

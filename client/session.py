@@ -51,6 +51,7 @@ class Session:
     ) -> None:
         self.hello: dict[str, Any] = {}
         self.death_told = False
+        self.ending = False  # it said that it is ending
         self.process = process
         self.reply_timeout = reply_timeout
         self.new_id = new_id
@@ -185,6 +186,9 @@ class Session:
                     if time.monotonic() >= deadline:
                         text = f"{command.request.verb}: no answer within {limit:g} s"
                         raise DaemonTimeoutError(text) from None
+        except DaemonDiedError:
+            self.death_told = True  # by us, whatever the reader thread has come to
+            raise
         finally:
             if not command.result.done():  # nobody waits for this one any more
                 self.bus.remove(command)
@@ -215,7 +219,11 @@ class Session:
     @property
     def alive(self) -> bool:
         """Whether it can still answer."""
-        return self.bus.error is None and (self.process is None or self.process.exit_code is None)
+        return (
+            not self.ending
+            and self.bus.error is None
+            and (self.process is None or self.process.exit_code is None)
+        )
 
     def death(self, otherwise: DaemonError | None = None) -> DaemonError:
         """The error to raise for a dead daemon: with exit code and last words as soon as they are known."""

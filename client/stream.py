@@ -12,7 +12,7 @@ from slotd.client import commands
 from slotd.client.completion import Assembler, Chunk, Completion
 from slotd.client.session import PATIENCE, Session
 from slotd.protocol import messages
-from slotd.protocol.errors import DaemonDiedError, DaemonError, DaemonTimeoutError, SlotdError
+from slotd.protocol.errors import DaemonDiedError, DaemonError, DaemonTimeoutError, RequestError, SlotdError
 from slotd.protocol.messages import Event
 
 logger = logging.getLogger(__name__)
@@ -124,10 +124,13 @@ class Stream:
     def process(self, item: Event | DaemonError) -> Chunk | None:
         """What one event gives. Raises the error that ends the answer."""
         if isinstance(item, DaemonError):
+            self._session.death_told |= isinstance(item, DaemonDiedError)
             self._fail(item)
         try:
             chunk = self._assembler.feed(item)
         except SlotdError as error:
+            if isinstance(error, RequestError) and error.code == "shutting_down":
+                self._session.ending = self._session.death_told = True
             self._error = error
             raise
         completion = self._assembler.completion

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from slotd.daemon.config import Config, Inactive, parse_size, parse_stream_fd
-from slotd.daemon.log import guard_stdout, setup_logging
+from slotd.daemon.log import check_descriptor, fill_standard_descriptors, guard_stdout, setup_logging
 from slotd.protocol.errors import ConfigError, ModelError, SlotdError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_MODEL = 1, 2, 3
@@ -220,6 +220,7 @@ def daemon(arguments: tuple[str, ...], **flags: Any) -> None:
     The one-shot form reads raw little-endian int32 ids from PROMPT.bin, generates N ids and writes them to
     OUT.bin; its exit code is 1 at the first failure.
     """
+    fill_standard_descriptors()
     setup_logging(flags["verbose"])
     _run(lambda: _daemon(arguments, flags), flags["verbose"])
 
@@ -236,6 +237,8 @@ def _serve(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
     config = make_config(target, draft, flags)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # until the loop has handlers of its own
         signal.signal(number, lambda *_: os._exit(0))
+    if isinstance(config.stream_fd, int):
+        check_descriptor(config.stream_fd)  # before anything of ours is opened and takes its number
     stdout_fd = guard_stdout()  # before the libraries below: one of them might print when it is imported
     from slotd.daemon.serve import end_process, run_once, serve
 

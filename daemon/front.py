@@ -129,6 +129,7 @@ class Front:
                     if isinstance(item, Refusal):
                         self._answer_refusal(item)
                     elif self.closing:
+                        self._give_up(item, "shutting_down")
                         self.finish(item, "cancelled")
                     else:
                         self._start(item)
@@ -144,11 +145,16 @@ class Front:
         reason: Mapping[str, Value] | None = None, account: Mapping[str, Value] | None = None,
     ) -> None:  # fmt: skip
         """The terminal event of a request. Only the first call for a request counts."""
-        if self.requests.remove(request.key) is None:
-            return
         command = request.command
         owes_end = command.ends_stream or (isinstance(command, Unsupported) and command.needs_stream_end)
-        self._terminate(request.key, status, code, reason or {}, account or {}, request.version_2, owes_end)
+        if status == "cancelled" and request.cancelled_by is not None:
+            reason = {**(reason or {}), "reason": request.cancelled_by}
+        with self.requests.lock:
+            if self.requests.remove(request.key) is None:
+                return
+            self._terminate(
+                request.key, status, code, reason or {}, account or {}, request.version_2, owes_end
+            )
         if request.id is None:
             self.run_lane()
 
@@ -253,14 +259,20 @@ class Front:
         """Nobody reads the token stream any more: the request that writes to it has no use."""
         request = self.requests.lane_current
         if request is not None and isinstance(request.command, Prompt):
-            request.flags.cancelled = True
+            self._give_up(request, "stalled")
 
     def cancel_all(self) -> None:
         """Ask for the end of everything that is open; what waits in the lane is answered in its turn."""
         self.closing = True
         for request in self.requests:
-            request.flags.cancelled = True
+            self._give_up(request, "shutting_down")
         self.run_lane()
+
+    def _give_up(self, request: OpenRequest, why: str) -> None:
+        """Cancel a request that nobody asked to cancel; its end says why: it must not be taken for whole."""
+        if not request.flags.cancelled:
+            request.cancelled_by = why
+            request.flags.cancelled = True
 
     def tick(self) -> bool:
         """Wake paused requests whose reader caught up, cancel those it gave up. True while any is paused."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sys
+
+from slotd.protocol.errors import ConfigError
 
 
 def setup_logging(verbosity: int) -> None:
@@ -16,6 +19,26 @@ def setup_logging(verbosity: int) -> None:
     logging.captureWarnings(True)
 
 
+def fill_standard_descriptors() -> None:
+    """Open /dev/null where 0, 1 or 2 is closed, so that nothing of ours gets that number."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+
+
+def check_descriptor(descriptor: int) -> None:
+    """Raises ConfigError unless the token stream's descriptor was inherited and can be written to."""
+    try:
+        writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        reason = "it cannot be written to"
+    except OSError as error:
+        writable, reason = False, str(error.strerror)
+    if not writable:
+        raise ConfigError(f"--stream-fd {descriptor}: {reason}; it must be inherited and open")
+
+
 def guard_stdout() -> int:
     """Move the real stdout to a private descriptor and point descriptor 1 at stderr.
 
@@ -24,7 +47,8 @@ def guard_stdout() -> int:
     Returns:
         The private descriptor that protocol lines are written to.
     """
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     private = os.dup(1)
     os.set_inheritable(private, False)
     os.dup2(2, 1)

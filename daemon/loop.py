@@ -42,8 +42,9 @@ class Loop:
 
     def __init__(
         self, stdin_fd: int, stdout_fd: int, connection: DaemonConnection, front: Front, outbox: Outbox,
-        host: EngineHost,
+        host: EngineHost, stall_timeout: float,
     ) -> None:  # fmt: skip
+        self._stall_timeout = stall_timeout
         self._stdin_fd = stdin_fd
         self._stdout_fd = stdout_fd
         self._connection = connection
@@ -94,9 +95,11 @@ class Loop:
         return False
 
     def _finish_accepted(self) -> None:
-        """After end of input: let everything accepted run to its end."""
+        """After end of input: let everything accepted run to its end, and its readers take it."""
         poll = self._watch()
-        while self._reason is None and len(self._front.requests):
+        while self._reason is None and (
+            len(self._front.requests) or self._outbox.is_moving(self._stall_timeout)
+        ):
             self._wait(poll, PAUSED_INTERVAL)
 
     def _watch(self, *inputs: int) -> select.poll:
@@ -155,5 +158,6 @@ def _too_late(command: Command) -> RequestError:
 
 def end_process(code: int) -> None:
     """Leave now: a thread that hangs in a write or a matrix product must not hold the process."""
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.flush()
     os._exit(code)

@@ -27,6 +27,7 @@ class OpenRequest:
         flags: shared with the engine side.
         taken_at: time.monotonic() at which its line was read.
         produced: ids of a `generate` command, which go to a file and not to a channel.
+        cancelled_by: why it was cancelled when nobody asked for it: an error code.
         paused_since: since when its reader has been too far behind, None when it is not.
     """
 
@@ -37,6 +38,7 @@ class OpenRequest:
     taken_at: float
     flags: Flags = field(default_factory=Flags)
     produced: list[int] = field(default_factory=list)
+    cancelled_by: str | None = None
     paused_since: float | None = None
 
     @property
@@ -57,10 +59,14 @@ LaneItem = OpenRequest | Refusal
 
 
 class OpenRequests:
-    """Open requests by key, and the serial lane of those without an id. Thread-safe."""
+    """Open requests by key, and the serial lane of those without an id. Thread-safe.
+
+    Attributes:
+        lock: held by whoever ends a request, until its terminal event is queued: its id is free only then.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = self._lock = threading.RLock()
         self._by_key: dict[Key, OpenRequest] = {}
         self._lane: deque[LaneItem] = deque()
         self._lane_current: OpenRequest | None = None
@@ -76,7 +82,8 @@ class OpenRequests:
 
     def get(self, key: Key) -> OpenRequest | None:
         """The open request with this key."""
-        return self._by_key.get(key)
+        with self._lock:
+            return self._by_key.get(key)
 
     def next_number(self) -> int:
         """A key for a command without an id."""

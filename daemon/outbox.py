@@ -14,6 +14,7 @@ import select
 import stat
 import struct
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -45,6 +46,7 @@ class Channel:
         self._put = 0
         self._written = 0
         self.broken = False
+        self._moved_at = time.monotonic()
         threading.Thread(target=self._write_all, name=f"slotd-{name}", daemon=True).start()
 
     def put(self, data: bytes, key: Key | None, after: Callable[[], bool] | None = None) -> None:
@@ -56,6 +58,8 @@ class Channel:
             elif after is None and not self._queue and self._has_room(len(data)):
                 self._write_now(data)
             else:
+                if not self._queue:
+                    self._moved_at = time.monotonic()
                 self._queue.append((data, key, after))
                 self._pending[key] += len(data)
                 self._condition.notify_all()
@@ -82,6 +86,10 @@ class Channel:
         """Wait until the queue is empty; False when it is not within `timeout` seconds."""
         return self.wait_written(self._put, timeout)
 
+    def is_moving(self, patience: float) -> bool:
+        """Whether something is unwritten, and waits for its reader since less than `patience` seconds."""
+        return self._written < self._put and time.monotonic() - self._moved_at < patience
+
     def _has_room(self, n: int) -> bool:
         """Whether n bytes can be written without waiting for the reader."""
         return self._room is not None and n <= select.PIPE_BUF and bool(self._room.poll(0))
@@ -107,6 +115,7 @@ class Channel:
             with self._condition:
                 self._queue.popleft()
                 self._written += 1
+                self._moved_at = time.monotonic()
                 self._pending[key] -= len(data)
                 if not self._pending[key]:
                     del self._pending[key]
@@ -115,7 +124,12 @@ class Channel:
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self._fd, view) :]
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # somebody made the pipe non-blocking: wait as a blocking write does
+                room = select.poll()
+                room.register(self._fd, select.POLLOUT)
+                room.poll()
 
     def _break(self, error: OSError) -> None:
         log.info("nobody reads %s any more: %s", self._name, error)
@@ -173,6 +187,12 @@ class Outbox:
     def pending(self, key: Key) -> int:
         """Bytes of `key` that its readers have not taken yet."""
         return self._lines.pending(key) + (self._stream.pending(key) if self._stream is not None else 0)
+
+    def is_moving(self, patience: float) -> bool:
+        """Whether a reader still has something to take, and lets it wait for less than `patience` seconds."""
+        return self._lines.is_moving(patience) or (
+            self._stream is not None and self._stream.is_moving(patience)
+        )
 
     def flush(self, timeout: float) -> bool:
         """Wait for both queues to empty; False when they do not within `timeout` seconds each."""

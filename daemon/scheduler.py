@@ -340,7 +340,7 @@ class Scheduler:
         """End a job; what it computed stays usable for the next request that shares it."""
         self._leave(job)
         if job.sequence is not None:
-            self._engine.drop(job.sequence)
+            self._engine.truncate(job.sequence, len(job.sequence))  # pages reserved for what never came
             # The last token was handed out but never computed; SNAPSHOT computes it when it is asked for.
             self._retained.add(Retained(job.key, job.sequence, pending=tuple(job.produced[-1:])))
         if not job.snap_done and job.command.snap is not None and status != "cancelled":

@@ -73,8 +73,6 @@ def serve(config: Config, stdout_fd: int) -> int:
         listed = ", ".join(str(inactive) for inactive in config.inactive)
         print(f"slotd: not active in this version: {listed}", file=sys.stderr, flush=True)
     stream_fd = config.stream_fd if isinstance(config.stream_fd, int) else None
-    if stream_fd is not None:
-        _check_descriptor(stream_fd)
     engine = build_engine(config)
     daemon = _Daemon(config, engine, stdout_fd, stream_fd)
     return daemon.run()
@@ -95,7 +93,7 @@ class _Daemon:
             props=_props(config, engine), lines_for_stream=config.stream_fd == "-",
             stall_timeout=config.stall_timeout,
         )  # fmt: skip
-        self.loop = Loop(0, stdout_fd, connection, self.front, self.outbox, self.host)
+        self.loop = Loop(0, stdout_fd, connection, self.front, self.outbox, self.host, config.stall_timeout)
 
     def run(self) -> int:
         self.loop.install_signals()
@@ -144,15 +142,6 @@ def _scheduler(config: Config, engine: Engine, deliver: Callable[[ToFront], None
         engine, deliver, chunk=config.chunk, parallel=config.parallel, max_stall=config.max_stall,
         eos_ids=frozenset(engine.hyper.stop_ids),
     )  # fmt: skip
-
-
-def _check_descriptor(descriptor: int) -> None:
-    try:
-        os.fstat(descriptor)
-    except OSError as error:
-        raise ConfigError(
-            f"--stream-fd {descriptor}: {error.strerror}; it must be inherited and open"
-        ) from None
 
 
 def _props(config: Config, engine: Engine) -> Mapping[str, Any]:

@@ -46,6 +46,7 @@ CODES: Mapping[str, str] = {
     "prefix_mismatch": "the prompt does not start with the tokens of the slot",
     "prefix_shorter": "the prompt is shorter than the slot",
     "shutting_down": "the daemon is ending and takes no more commands",
+    "stalled": "the reader took nothing for --stall-timeout, or went away",
     "target_parked": "the target model is parked",
     "unknown_command": "the first word is not a verb",
     "unsupported": "a known verb or field that this build does not have",

@@ -258,3 +258,71 @@ def test_a_limit_that_the_weights_do_not_fit_is_named(tiny_llama: Path) -> None:
     said = done.stderr.decode()
     assert "the weights need" in said
     assert "102400" in said
+
+
+def test_end_of_input_waits_for_a_reader_that_is_only_slow(tiny_llama: Path) -> None:
+    """The answers fill far more than the pipe before anybody reads; none of them may be cut off."""
+    argv = [sys.executable, "-m", "slotd.daemon", "daemon", str(tiny_llama)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"[daemon] ready\n"
+    for number in range(4):
+        process.stdin.write(f"- 300 ids=5,6,{number} id=r{number} ignore_eos=1 logprobs=20\n".encode())
+    process.stdin.close()
+    time.sleep(3)
+    output = process.stdout.read()
+    process.stdout.close()
+    assert process.wait(PROMPTLY) == 0
+    assert output.count(b"[done]") == 4
+    assert output.count(b"[tok]") == 1200
+
+
+def test_a_descriptor_that_was_not_inherited_is_refused_before_ours_take_its_number(tiny_llama: Path) -> None:
+    done = run_daemon(str(tiny_llama), "--stream-fd=3", input=b"- 3 ids=5,6,7\n")
+    assert done.returncode == 2
+    assert b"--stream-fd 3" in done.stderr
+    assert done.stdout == b""
+
+
+@pytest.mark.parametrize(("closing", "code"), [("<&-", 0), (">&-", 0), ("2>&-", 0)])
+def test_closed_standard_descriptors_are_harmless(tiny_llama: Path, closing: str, code: int) -> None:
+    command = f"exec '{sys.executable}' -m slotd.daemon daemon '{tiny_llama}' {closing}"
+    done = subprocess.run(["sh", "-c", command], input=b"LIST_SLOTS\n", capture_output=True, timeout=60)
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_pipe_that_does_not_block_is_waited_for(tiny_llama: Path) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    argv = [sys.executable, "-m", "slotd.daemon", "daemon", str(tiny_llama)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=write, stderr=subprocess.DEVNULL)
+    os.close(write)
+    assert process.stdin is not None
+    process.stdin.write(b"- 400 ids=5,6,7 id=r ignore_eos=1 logprobs=20\n")
+    process.stdin.close()
+    time.sleep(3)
+    with os.fdopen(read, "rb") as output:
+        assert output.read().count(b"[tok]") == 400
+    assert process.wait(PROMPTLY) == 0
+
+
+def test_an_output_file_that_could_block_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "in.bin").write_bytes(np.asarray([2, 5, 6], "<i4").tobytes())
+    with DaemonProcess(tiny_llama) as daemon:
+        daemon.send(f"generate {tmp_path / 'in.bin'} 2 {tmp_path / 'pipe'} id=g")
+        assert daemon.wait_done("g").fields["code"] == "write_out"
+        assert len(daemon.generate([5, 6], 3, "ignore_eos=1")[0]) == 3
+
+
+def test_an_answer_that_the_end_cut_off_is_told_from_a_whole_one(tiny_llama: Path) -> None:
+    with DaemonProcess(tiny_llama) as daemon:
+        daemon.send(LONG, "- 400 ids=5,6,7 id=asked ignore_eos=1")
+        daemon.wait_line("[tok] id=asked")
+        daemon.send("CANCEL id=asked")
+        assert "reason" not in daemon.wait_done("asked").fields
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.wait_done("long").fields["reason"] == "shutting_down"
+        exits_promptly(daemon)

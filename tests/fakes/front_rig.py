@@ -49,6 +49,9 @@ class RecordingOutbox:
         if self.has_stream:
             self.written.append(-1)
 
+    def is_moving(self, patience: float) -> bool:
+        return False  # nothing ever waits to be written
+
     def pending(self, key: Key) -> int:
         return self.behind.get(key, 0)
 

@@ -39,7 +39,7 @@ class LoopRig:
         self.reader, self.stdout = os.pipe()
         self.loop = Loop(
             self.stdin, self.stdout, self.front_rig.connection, self.front,
-            self.front_rig.outbox, FakeHost(self.events),  # type: ignore[arg-type]
+            self.front_rig.outbox, FakeHost(self.events), stall_timeout=5.0,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _engine_side(self, message: ToEngine) -> None:
@@ -101,7 +101,7 @@ def test_end_of_input_waits_for_what_was_accepted(rig: LoopRig, monkeypatch: pyt
 def test_quit_cancels_what_is_open_and_answers_it_before_itself(rig: LoopRig) -> None:
     rig.answers = False
     written = rig.run(b"- 2 ids=5 id=r\nquit id=q\n", eof=False)
-    assert written == ["[done] id=r status=cancelled", "[done] id=q status=ok epoch=0"]
+    assert written == ["[done] id=r status=cancelled reason=shutting_down", "[done] id=q status=ok epoch=0"]
     assert rig.front_rig.last().flags.cancelled
 
 

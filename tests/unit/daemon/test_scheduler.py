@@ -98,12 +98,12 @@ def test_the_oldest_ended_sequences_are_given_up_first_and_no_more_than_needed(m
     rig = make(chunk=16)
     memory_for(rig, pages=16)
     for number, key in enumerate("abc"):
-        rig.answer(key, TEXT[100 * number : 100 * number + 101 + number], n_gen=1)  # pages kept: 2 to 4 each
+        rig.answer(key, TEXT[50 * number : 50 * number + 201 + number], n_gen=1)  # 4 pages each are kept
     assert rig.engine.closed == []
     rig.answer("d", OTHER[:400], n_gen=100)
     assert rig.done("d").status == "length"
     assert rig.engine.closed == sorted(rig.engine.closed)
-    assert rig.engine.closed[0] == 101
+    assert rig.engine.closed[0] == 201
     assert len(rig.engine.closed) < 3
 
 
