@@ -337,16 +337,17 @@ def test_a_batch_stopped_half_way_is_resumed(model: Path, tmp_path: Path, how: s
     assert not part.exists()
 
 
-def test_a_batch_survives_the_death_of_its_daemon(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_batch_survives_the_death_of_its_daemon(model: Path, tmp_path: Path, number: int) -> None:
     source, out, part = tmp_path / "in", tmp_path / "out", tmp_path / "out.part"
     write_jobs(source, 40, max_tokens=40)
     child = start_batch(model, source, out)
     wait_until(lambda: lines_in(part) >= 3, "three records")
     [daemon] = psutil.Process(child.pid).children()
-    daemon.kill()
+    daemon.send_signal(number)
     _, stderr = child.communicate(timeout=PATIENCE)
     assert child.returncode == 0, stderr
-    assert [record["id"] for record in records(out)] == [f"j{i}" for i in range(40)]
+    assert [(entry["id"], len(entry["ids"])) for entry in records(out)] == [(f"j{i}", 40) for i in range(40)]
 
 
 def test_a_batch_is_a_server_on_pipes(model: Path) -> None:
