@@ -17,18 +17,23 @@ from slotd.protocol.messages import (
     Cancelled,
     Command,
     Done,
+    Drop,
     FreeDrafter,
     FreeSnapshot,
     Generate,
     Hello,
     Json,
     ListSlots,
+    LoadSnapshot,
     Park,
     Prompt,
     Props,
     Restore,
+    RestoreChain,
     Snapshot,
+    SnapshotThin,
     Status,
+    Stored,
     Unpark,
     Unsupported,
 )
@@ -85,9 +90,19 @@ def generate(front: Front, request: OpenRequest) -> None:
 
 
 def slot_command(front: Front, request: OpenRequest) -> None:
-    """SNAPSHOT, FREE_SNAPSHOT, LIST_SLOTS, park, unpark, free drafter: the engine side answers."""
+    """Every other verb about slots and weights: the engine side answers."""
     admit_slot(request.command, front.limits)
     front.submit(request, request.command)
+
+
+def restore_chain(front: Front, request: OpenRequest) -> None:
+    """RESTORE_CHAIN: not there yet."""
+    raise RequestError("unsupported", {"verb": request.command.verb})
+
+
+def stored_snapshots(front: Front, request: OpenRequest) -> None:
+    """STORED, LOAD_SNAPSHOT, DROP: there is no folder for them yet."""
+    raise RequestError("no_slot_dir")
 
 
 def unsupported(front: Front, request: OpenRequest) -> None:
@@ -106,8 +121,13 @@ AT_ONCE: dict[type[Command], Callable[[Front, Command], None]] = {
 IN_TURN: dict[type[Command], Callable[[Front, OpenRequest], None]] = {
     Prompt: prompt,
     Restore: prompt,
+    RestoreChain: restore_chain,
     Generate: generate,
     Snapshot: slot_command,
+    SnapshotThin: slot_command,
+    Stored: stored_snapshots,
+    LoadSnapshot: stored_snapshots,
+    Drop: stored_snapshots,
     FreeSnapshot: slot_command,
     ListSlots: slot_command,
     Park: slot_command,

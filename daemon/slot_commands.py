@@ -82,11 +82,15 @@ class SlotCommands:
     def _dispatch(self, submit: Submit) -> None:
         command = submit.command
         match command:
+            case Snapshot(tier="host" | "disk") | Snapshot(held=True):
+                raise RequestError("unsupported", {"field": "tier", "value": command.tier or "device"})
             case Snapshot():
                 entry = self._ended_sequence(submit.key, command.of)
                 logits = self._catch_up(entry)
                 self._engine.snapshot(command.slot, entry.sequence, logits)
-                self._reply(submit, SnapTaken(slot=command.slot, cur_pos=len(entry.sequence)))
+                self._reply(
+                    submit, SnapTaken(slot=command.slot, cur_pos=len(entry.sequence), tier=command.tier)
+                )
             case FreeSnapshot():
                 self._engine.free_slot(command.slot)
                 self._reply(submit, SnapFreed(slot=command.slot))
