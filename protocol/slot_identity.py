@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 #: Bytes of the hash; it is written as twice as many hexadecimal digits.
 HASH_BYTES = 16
@@ -26,19 +26,16 @@ def slot_hash(identity: str, k_type: str, v_type: str, window: int, ids: Iterabl
     Returns:
         32 hexadecimal digits.
     """
+    return hash_of_id_bytes(identity, k_type, v_type, window, id_bytes(ids))
+
+
+def hash_of_id_bytes(identity: str, k_type: str, v_type: str, window: int, ids: bytes) -> str:
+    """As `slot_hash`, of ids that are int32 little-endian bytes already."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES, person=b"slotd-slot")
-    for part in _parts(identity, k_type, v_type, window, ids):
+    for part in (identity.encode(), k_type.encode(), v_type.encode(), str(window).encode(), ids):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
-
-
-def _parts(identity: str, k_type: str, v_type: str, window: int, ids: Iterable[int]) -> Iterator[bytes]:
-    yield identity.encode()
-    yield k_type.encode()
-    yield v_type.encode()
-    yield str(window).encode()
-    yield id_bytes(ids)
 
 
 def id_bytes(ids: Iterable[int]) -> bytes:
