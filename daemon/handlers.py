@@ -73,7 +73,7 @@ def _report(front: Front, kind: str, data: dict[str, Any], request_id: str | Non
 
 
 def prompt(front: Front, request: OpenRequest) -> None:
-    """A bare prompt or RESTORE."""
+    """A bare prompt, RESTORE or RESTORE_CHAIN."""
     command = request.command
     assert isinstance(command, Prompt)
     if request.id is None and front.stream is None:
@@ -95,16 +95,6 @@ def slot_command(front: Front, request: OpenRequest) -> None:
     front.submit(request, request.command)
 
 
-def restore_chain(front: Front, request: OpenRequest) -> None:
-    """RESTORE_CHAIN: not there yet."""
-    raise RequestError("unsupported", {"verb": request.command.verb})
-
-
-def stored_snapshots(front: Front, request: OpenRequest) -> None:
-    """STORED, LOAD_SNAPSHOT, DROP: there is no folder for them yet."""
-    raise RequestError("no_slot_dir")
-
-
 def unsupported(front: Front, request: OpenRequest) -> None:
     """A verb of the source that this build does not have."""
     assert isinstance(request.command, Unsupported)
@@ -121,13 +111,13 @@ AT_ONCE: dict[type[Command], Callable[[Front, Command], None]] = {
 IN_TURN: dict[type[Command], Callable[[Front, OpenRequest], None]] = {
     Prompt: prompt,
     Restore: prompt,
-    RestoreChain: restore_chain,
+    RestoreChain: prompt,
     Generate: generate,
     Snapshot: slot_command,
     SnapshotThin: slot_command,
-    Stored: stored_snapshots,
-    LoadSnapshot: stored_snapshots,
-    Drop: stored_snapshots,
+    Stored: slot_command,
+    LoadSnapshot: slot_command,
+    Drop: slot_command,
     FreeSnapshot: slot_command,
     ListSlots: slot_command,
     Park: slot_command,

@@ -208,7 +208,7 @@ class SlotStore:
             for index, chain in enumerate(chains):
                 places = self._index.places(chain)
                 if places:
-                    self._check_stop()
+                    self.check_stop()
                     image.read_page(index, image.identity.page, buffer)
                     known[index] = places.get(zlib.crc32(buffer))
         return _Plan(chains, known)
@@ -270,7 +270,7 @@ class SlotStore:
         def fill(descriptor: int) -> str:
             buffer = memoryview(bytearray(identity.page_bytes))
             for number, index in enumerate(plan.missing):
-                self._check_stop()
+                self.check_stop()
                 image.read_page(index, identity.page, buffer)
                 entries.append(PageEntry(plan.chains[index], zlib.crc32(buffer)))
                 write_at(descriptor, buffer, start + number * identity.page_bytes)
@@ -311,7 +311,7 @@ class SlotStore:
             pages = self._index.files[part.name]
             with self._folder.reading(part.name + PAGES_SUFFIX) as file:
                 for number in range(part.first, part.first + part.count):
-                    self._check_stop()
+                    self.check_stop()
                     file.into(buffer, pages.data_start + number * identity.page_bytes)
                     if zlib.crc32(buffer) != pages.entries[number].crc:
                         raise BadFile("page_checksum")
@@ -419,7 +419,8 @@ class SlotStore:
         if not self.read_only:
             self._folder.set_use(name + MANIFEST_SUFFIX, used_ns)
 
-    def _check_stop(self) -> None:
+    def check_stop(self) -> None:
+        """Raise `Stopped` when the store was told to stop."""
         if self._stop.is_set():
             raise Stopped
 
