@@ -7,6 +7,7 @@ that the next writer removes.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -223,6 +224,11 @@ class FileReader:
             offset, n = offset + len(part), n - len(part)
         return b"".join(parts)
 
+    def expect(self, offset: int, n: int) -> None:
+        """Have the system read these bytes ahead, beside whatever is done with those before them."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, n, os.POSIX_FADV_WILLNEED)
+
     def into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer from an offset on.
 
@@ -234,6 +240,28 @@ class FileReader:
             if not n:
                 raise BadFile("cut")
             buffer, offset = buffer[n:], offset + n
+
+
+class SystemWriting:
+    """Has the system put bytes on disk while later ones are still made, where it can be asked to (Linux).
+
+    Without it everything waits in memory for the fsync at the end.
+    """
+
+    STEP = 8 << 20
+    _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start, do not wait
+
+    def __init__(self, descriptor: int, start: int) -> None:
+        self._descriptor = descriptor
+        self._start = start
+        self._call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+    def written_to(self, end: int) -> None:
+        """Bytes in front of `end` have been written; it does no harm if some of them still are not."""
+        if self._call is not None and end - self._start >= self.STEP:
+            n = end - self._start
+            self._call(self._descriptor, ctypes.c_int64(self._start), ctypes.c_int64(n), self._WRITE)
+            self._start = end
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -7,6 +7,7 @@ other snapshot on disk.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -16,35 +17,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slotd.daemon.kv.page_transfer import ReadPage, WritePage, data_start, read_pages, write_pages
 from slotd.daemon.kv.slot_files import (
     BadFile,
     Identity,
     Manifest,
-    PageEntry,
     PageTable,
     Part,
     chain_hashes,
     decode_manifest,
     decode_page_table,
     encode_manifest,
-    encode_page_table,
     read_section,
 )
 from slotd.daemon.kv.slot_folder import Damaged, FileReader, SlotFolder, write_at
 from slotd.daemon.kv.slot_index import SlotIndex
 from slotd.protocol.errors import RequestError
-from slotd.protocol.slot_identity import HASH_BYTES, hash_of_id_bytes
+from slotd.protocol.slot_identity import hash_of_id_bytes
 
 log = logging.getLogger(__name__)
 
 MANIFEST_SUFFIX = ".slot"
 PAGES_SUFFIX = ".pages"
-
-#: Fills a buffer with the K/V of the first `n` tokens of page `index`, as stored: (index, n, buffer).
-ReadPage = Callable[[int, int, memoryview], None]
-
-#: Takes such bytes, which are valid during the call only.
-WritePage = Callable[[int, int, memoryview], None]
 
 
 class Stopped(Exception):
@@ -215,7 +209,7 @@ class SlotStore:
 
     def _new_bytes(self, image: Image, tail: bytes, plan: _Plan) -> int:
         n = len(plan.missing)
-        pages = _data_start(image.identity, n) + n * image.identity.page_bytes if n else 0
+        pages = data_start(image.identity.page_bytes, n) + n * image.identity.page_bytes if n else 0
         return pages + len(encode_manifest(image.identity, image.ids, _parts(plan, ""), tail, image.logits))
 
     def _cost(self, image: Image, tail: bytes, plan: _Plan) -> int:
@@ -264,22 +258,20 @@ class SlotStore:
     def _write_pages(self, name: str, image: Image, plan: _Plan) -> str:
         """A page file with the missing pages; returns its name."""
         identity = image.identity
-        start = _data_start(identity, len(plan.missing))
-        entries: list[PageEntry] = []
+        missing = plan.missing
+        table: PageTable | None = None
 
         def fill(descriptor: int) -> str:
-            buffer = memoryview(bytearray(identity.page_bytes))
-            for number, index in enumerate(plan.missing):
-                self.check_stop()
-                image.read_page(index, identity.page, buffer)
-                entries.append(PageEntry(plan.chains[index], zlib.crc32(buffer)))
-                write_at(descriptor, buffer, start + number * identity.page_bytes)
-            table = PageTable(identity.page_bytes, tuple(entries))
-            write_at(descriptor, encode_page_table(table), 0)
+            nonlocal table
+            table = write_pages(
+                descriptor, identity.page_bytes, [plan.chains[index] for index in missing],
+                lambda number, buffer: image.read_page(missing[number], identity.page, buffer),
+                self.check_stop,
+            )  # fmt: skip
             return table.name + PAGES_SUFFIX
 
         self._folder.write(name + PAGES_SUFFIX, fill)
-        table = PageTable(identity.page_bytes, tuple(entries))
+        assert table is not None
         self._index.add_file(table)
         return table.name
 
@@ -304,24 +296,17 @@ class SlotStore:
         return logits
 
     def _read(self, name: str, manifest: Manifest, write_page: WritePage) -> bytes:
-        identity = manifest.identity
-        buffer = memoryview(bytearray(identity.page_bytes))
-        index = 0
+        page, done = manifest.identity.page, 0
         for part in manifest.parts:
-            pages = self._index.files[part.name]
             with self._folder.reading(part.name + PAGES_SUFFIX) as file:
-                for number in range(part.first, part.first + part.count):
-                    self.check_stop()
-                    file.into(buffer, pages.data_start + number * identity.page_bytes)
-                    if zlib.crc32(buffer) != pages.entries[number].crc:
-                        raise BadFile("page_checksum")
-                    write_page(index, identity.page, buffer)
-                    index += 1
+                take = functools.partial(_take, write_page, done, page)
+                read_pages(file, self._index.files[part.name], part, take, self.check_stop)
+            done += part.count
         with self._folder.reading(name + MANIFEST_SUFFIX) as file:
             tail = read_section(file, manifest.tail, "tail")
             logits = read_section(file, manifest.logits, "logits")
         if tail:
-            write_page(index, manifest.tail_tokens, memoryview(tail))
+            write_page(done, manifest.tail_tokens, memoryview(tail))
         return logits
 
     # ----- removing
@@ -425,9 +410,9 @@ class SlotStore:
             raise Stopped
 
 
-def _data_start(identity: Identity, n: int) -> int:
-    """Where the pages start in a file of n pages."""
-    return PageTable(identity.page_bytes, (PageEntry(bytes(HASH_BYTES), 0),) * n).data_start
+def _take(write_page: WritePage, first: int, page: int, number: int, data: memoryview) -> None:
+    """Page `number` of a part whose first page is page `first` of the snapshot."""
+    write_page(first + number, page, data)
 
 
 def _parts(plan: _Plan, new: str) -> tuple[Part, ...]:

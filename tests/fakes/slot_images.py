@@ -52,14 +52,15 @@ class Sink:
     """Takes the pages of a loaded snapshot."""
 
     def __init__(self) -> None:
-        self.pages: list[bytes] = []
+        self.pages: dict[int, bytes] = {}
 
     def __call__(self, index: int, n: int, data: memoryview) -> None:
-        assert index == len(self.pages)
+        assert index not in self.pages
         assert len(data) == n * TOKEN_BYTES
-        self.pages.append(bytes(data))
+        self.pages[index] = bytes(data)
 
     @property
     def data(self) -> bytes:
         """All that came."""
-        return b"".join(self.pages)
+        assert sorted(self.pages) == list(range(len(self.pages)))
+        return b"".join(self.pages[index] for index in sorted(self.pages))
