@@ -147,7 +147,7 @@ class PageStore:
         """Views of the bytes of K and V in the first n places of a page."""
         segment, index = self._locate(page)
         k, v = segment.k[:, index, :, :n], segment.v[:, index, :, :n]
-        return k.view(np.uint8), v.view(np.uint8)
+        return stored_bytes(k), stored_bytes(v)
 
     def place(self, page: int, offset: int) -> tuple[Array, Array]:
         """Views of one token's K and V: [n_layer, n_head_kv, items]."""
