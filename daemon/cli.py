@@ -146,6 +146,18 @@ def main() -> None:
     help="Snapshot slots, at most 64.",
 )
 @click.option(
+    "--slot-dir",
+    envvar="SLOTD_SLOT_DIR",
+    metavar="DIR",
+    help="Folder of snapshots on disk (SNAPSHOT tier=disk); made when it is not there.",
+)
+@click.option(
+    "--slot-bytes",
+    envvar="SLOTD_SLOT_BYTES",
+    metavar="SIZE",
+    help="Most bytes in --slot-dir; those used least recently go [default: no limit].",
+)
+@click.option(
     "-ctk",
     "--cache-type-k",
     "k_type",
@@ -285,10 +297,13 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
     if flags["backend"] not in ("auto", "numpy"):
         raise ConfigError(f"--backend {flags['backend']!r}: this version has numpy only (auto chooses it)")
     stream_fd, limit = flags["stream_fd"], flags["memory_limit"]
+    slot_dir, slot_bytes = flags["slot_dir"], flags["slot_bytes"]
     return Config(
         model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
         slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
         memory_limit=None if limit is None else parse_size("--memory-limit", limit),
+        slot_dir=Path(slot_dir) if slot_dir else None,
+        slot_bytes=None if slot_bytes is None else parse_size("--slot-bytes", slot_bytes),
         stream_fd=None if stream_fd is None else parse_stream_fd(stream_fd),
         max_line=parse_size("--max-line", flags["max_line"]), max_stall=flags["max_stall"] / 1000,
         stall_timeout=flags["stall_timeout"], inactive=collect_inactive(draft, flags),

@@ -51,6 +51,8 @@ class Config:
         max_line: longest command line, bytes.
         max_stall: longest gap that a prefill piece should put into another answer, seconds.
         stall_timeout: seconds a reader may be behind before its request is cancelled.
+        slot_dir: folder of stored snapshots, None = there is none.
+        slot_bytes: most bytes in it, None = no limit.
         inactive: what was asked for and is not there.
     """
 
@@ -67,6 +69,8 @@ class Config:
     max_line: int = 16 << 20
     max_stall: float = 0.06
     stall_timeout: float = 60.0
+    slot_dir: Path | None = None
+    slot_bytes: int | None = None
     inactive: tuple[Inactive, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,6 +80,8 @@ class Config:
         check_range("--parallel", self.parallel, 1, 64)
         check_range("--slots", self.slots, 1, MAX_SLOTS)
         check_range("--max-line", self.max_line, 64, 1 << 30)
+        if self.slot_bytes is not None and self.slot_dir is None:
+            raise ConfigError("--slot-bytes is the size of --slot-dir, which is not given")
         if not 0 < self.max_stall <= 60:
             raise ConfigError(f"--max-stall {1000 * self.max_stall:g} ms: must be over 0 and at most 60000")
         if not 0 < self.stall_timeout <= 86400:

@@ -10,7 +10,19 @@ import numpy.typing as npt
 
 from slotd.daemon.prompt_files import read_ids
 from slotd.protocol.errors import RequestError
-from slotd.protocol.messages import Command, FreeSnapshot, Generate, Prompt, Restore, Snapshot
+from slotd.protocol.messages import (
+    Command,
+    Drop,
+    FreeSnapshot,
+    Generate,
+    LoadSnapshot,
+    Prompt,
+    Restore,
+    RestoreChain,
+    Snapshot,
+    SnapshotThin,
+    Stored,
+)
 
 Ids = npt.NDArray[np.int32]
 
@@ -22,16 +34,22 @@ class Limits:
     n_vocab: int
     max_ctx: int
     slots: int
+    stored: bool = False  # whether there is a folder for snapshots on disk
 
 
 def admit_prompt(command: Prompt, limits: Limits) -> Ids:
     """The prompt's ids, int32 [n], read and checked.
 
     Raises:
-        RequestError: empty_prompt, bad_token, overflow, bad_slot, bad_args.
+        RequestError: empty_prompt, bad_token, overflow, bad_slot, bad_args, no_slot_dir.
     """
     if isinstance(command, Restore):
         _check_slot(command.slot, limits)
+    if isinstance(command, RestoreChain):
+        for slot in (max(command.thick, 0), *command.thins):
+            _check_slot(slot, limits)
+    if command.tier == "disk" and not limits.stored:
+        raise RequestError("no_slot_dir")
     if command.snap is not None:
         _check_slot(command.snap.slot, limits)
     _check_ids_of("stop", command.stop, limits)
@@ -59,12 +77,17 @@ def admit_file(command: Generate, limits: Limits) -> tuple[Prompt, Ids]:
 
 
 def admit_slot(command: Command, limits: Limits) -> None:
-    """Check the slot number of a slot command.
+    """Check the slot number of a slot command, and that there is a disk tier for those that need it.
 
     Raises:
-        RequestError: bad_slot.
+        RequestError: bad_slot, no_slot_dir.
     """
-    if isinstance(command, Snapshot | FreeSnapshot):
+    disk = isinstance(command, Stored | LoadSnapshot | Drop) or (
+        isinstance(command, Snapshot) and command.tier == "disk"
+    )
+    if disk and not limits.stored:
+        raise RequestError("no_slot_dir")
+    if isinstance(command, Snapshot | SnapshotThin | FreeSnapshot | LoadSnapshot):
         _check_slot(command.slot, limits)
 
 

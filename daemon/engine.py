@@ -7,6 +7,8 @@ sequence is what it was before; open rows of the sequences named in the call are
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from slotd.daemon import blas_threads
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.slot_files import Identity
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
@@ -28,6 +31,7 @@ from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
+from slotd.daemon.weights.identity import content_hash
 from slotd.daemon.weights.kv_formats import check_kv_formats
 from slotd.daemon.weights.reader import ModelFile, open_model
 from slotd.protocol.errors import ModelError
@@ -92,6 +96,7 @@ class Engine:
             self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
         )
         self.slots = Slots(self.store.pages, n_slots)
+        self.k_type, self.v_type, self._exact = k_type, v_type, exact
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
         self._path = file.path
@@ -268,18 +273,71 @@ class Engine:
             ValueError: no slot of this number, or more tokens than there are.
             OutOfDeviceMemory: site snapshot; the slot holds what it held.
         """
+        slot = self.capture(sequence, logits, length)
+        self.slots.put(number, slot)
+        return slot
+
+    def capture(
+        self,
+        sequence: Sequence,
+        logits: npt.NDArray[np.float32] | None = None,
+        length: int | None = None,
+        kv_start: int | None = None,
+    ) -> Slot:
+        """A snapshot of the first `length` committed tokens (or of those from kv_start on), in no slot.
+
+        It has no references of its own to its pages: they live as long as the sequence's.
+
+        Raises:
+            ValueError: more tokens than there are.
+            OutOfDeviceMemory: site snapshot.
+        """
         self._known(sequence)
         length = len(sequence) if length is None else length
-        if not 0 <= length <= len(sequence):
-            raise ValueError(f"cannot keep {length} of {len(sequence)} tokens")
+        if not (kv_start or 0) <= length <= len(sequence):
+            raise ValueError(f"cannot keep {kv_start or 0}..{length} of {len(sequence)} tokens")
         with self.memory.site("snapshot"):
-            kept = None
-            if logits is not None:
-                kept = self.memory.empty(logits.shape, tag="snapshot")
-                kept[...] = logits
-            slot = Slot(sequence.tokens[:length], tuple(sequence.pages[: pages_for(length)]), kept)
-            self.slots.put(number, slot)
-        return slot
+            kept = None if logits is None else self.keep_logits(logits)
+        pages = sequence.pages[(kv_start or 0) // PAGE : pages_for(length)]
+        return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start)
+
+    def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """A copy in device memory.
+
+        Raises:
+            OutOfDeviceMemory: at the current site.
+        """
+        kept = self.memory.empty(logits.shape, tag="snapshot")
+        kept[...] = logits
+        return kept
+
+    def blank_slot(self, ids: npt.NDArray[np.int32]) -> Slot:
+        """A snapshot of these ids whose K/V are to be filled in; it holds one reference to each page.
+
+        Raises:
+            OutOfDeviceMemory: site slot_move.
+        """
+        with self.memory.site("slot_move"):
+            pages = self.store.allocate(pages_for(len(ids)))
+        return Slot(array("i", ids.astype(np.int32).tobytes()), tuple(pages), None)
+
+    def slot_identity(self, check_stop: Callable[[], None]) -> Identity:
+        """What the K/V of a snapshot depend on beside its ids. Reads the whole model file.
+
+        check_stop: called now and then; may raise.
+
+        Raises:
+            ModelError: the file is not the one that was loaded at start.
+        """
+        with open_model(self._path) as file:
+            if file.identity != self.identity:
+                raise ModelError(f"{self._path}: the file has changed since the daemon started")
+            content = content_hash(self._path, check_stop)
+        return Identity(
+            model=self.identity, content=content, k=self.k_type, v=self.v_type, window=0,
+            math="exact" if self._exact else "float32", page=PAGE,
+            page_bytes=PAGE * self.store.bytes_per_token,
+        )  # fmt: skip
 
     def restore(self, number: int, length: int | None = None) -> Sequence:
         """A new sequence with the first `length` tokens of a slot (default: all).

@@ -17,18 +17,23 @@ from slotd.protocol.messages import (
     Cancelled,
     Command,
     Done,
+    Drop,
     FreeDrafter,
     FreeSnapshot,
     Generate,
     Hello,
     Json,
     ListSlots,
+    LoadSnapshot,
     Park,
     Prompt,
     Props,
     Restore,
+    RestoreChain,
     Snapshot,
+    SnapshotThin,
     Status,
+    Stored,
     Unpark,
     Unsupported,
 )
@@ -68,7 +73,7 @@ def _report(front: Front, kind: str, data: dict[str, Any], request_id: str | Non
 
 
 def prompt(front: Front, request: OpenRequest) -> None:
-    """A bare prompt or RESTORE."""
+    """A bare prompt, RESTORE or RESTORE_CHAIN."""
     command = request.command
     assert isinstance(command, Prompt)
     if request.id is None and front.stream is None:
@@ -85,7 +90,7 @@ def generate(front: Front, request: OpenRequest) -> None:
 
 
 def slot_command(front: Front, request: OpenRequest) -> None:
-    """SNAPSHOT, FREE_SNAPSHOT, LIST_SLOTS, park, unpark, free drafter: the engine side answers."""
+    """Every other verb about slots and weights: the engine side answers."""
     admit_slot(request.command, front.limits)
     front.submit(request, request.command)
 
@@ -106,8 +111,13 @@ AT_ONCE: dict[type[Command], Callable[[Front, Command], None]] = {
 IN_TURN: dict[type[Command], Callable[[Front, OpenRequest], None]] = {
     Prompt: prompt,
     Restore: prompt,
+    RestoreChain: prompt,
     Generate: generate,
     Snapshot: slot_command,
+    SnapshotThin: slot_command,
+    Stored: slot_command,
+    LoadSnapshot: slot_command,
+    Drop: slot_command,
     FreeSnapshot: slot_command,
     ListSlots: slot_command,
     Park: slot_command,

@@ -15,9 +15,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.disk_commands import DiskCommands
 from slotd.daemon.engine import Engine
 from slotd.daemon.job import Job, Phase
 from slotd.daemon.kv.pages import PAGE
+from slotd.daemon.kv.slot_store import SlotStore
+from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Emit, Finished, Line, Progress, State, Stop, Submit, ToEngine, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupted
@@ -25,9 +28,10 @@ from slotd.daemon.retained import Retained, RetainedSequences, common_prefix
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
 from slotd.daemon.sampling import logprobs
 from slotd.daemon.sequence import Sequence
+from slotd.daemon.slot_chains import chain, chain_restored, filled, free_for
 from slotd.daemon.slot_commands import SlotCommands, describe
 from slotd.protocol.errors import RequestError, Value
-from slotd.protocol.messages import Park, Prompt, Restored, SnapInline, SnapInlineFailed, Unpark
+from slotd.protocol.messages import Park, Prompt, RestoreChain, Restored, SnapInline, SnapInlineFailed, Unpark
 
 #: Pages are reserved for this many positions beyond prompt + answer: provisional rows of a step.
 STEP_MARGIN = PAGE
@@ -52,11 +56,13 @@ class Scheduler:
         max_stall: longest gap a prefill piece should put between two tokens of another answer, in
             seconds; a piece is never shorter than one page of rows.
         eos_ids: ids at which the model ends a text.
+        slot_store: snapshots on disk, if there are any.
     """
 
     def __init__(
         self, engine: Engine, deliver: Callable[[ToFront], None], *, chunk: int, parallel: int,
         max_stall: float, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic,
+        slot_store: SlotStore | None = None,
     ) -> None:  # fmt: skip
         assert parallel <= MAX_STEP_ROWS
         self._engine = engine
@@ -74,6 +80,8 @@ class Scheduler:
         self._retained = RetainedSequences(max(4, parallel), engine.close)
         self._epoch = 0
         self._commands = SlotCommands(engine, self._retained, deliver, lambda: self._epoch, clock)
+        self._calls: deque[Callable[[], None]] = deque()  # from the disk thread
+        self._disk = DiskCommands(engine, slot_store, self._commands, deliver, self._call_soon)
         self._stopping = False
         self._rows_per_second = 0.0
         self._published = -STATE_INTERVAL
@@ -96,6 +104,8 @@ class Scheduler:
             self._finish(job, "cancelled")
         for submit in self._exclusive:
             self._deliver(Finished(submit.key, "cancelled"))
+        self._disk.close()
+        self._run_calls()
         while self._retained.drop_oldest():
             pass
 
@@ -112,8 +122,19 @@ class Scheduler:
         self._publish()
         return took or stepped or filled
 
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        """Have the scheduler's thread call a function; from any thread."""
+        self._calls.append(call)
+        self._arrived.set()
+
+    def _run_calls(self) -> bool:
+        called = bool(self._calls)
+        while self._calls:
+            self._calls.popleft()()
+        return called
+
     def _take_messages(self) -> bool:
-        took = False
+        took = self._run_calls()
         while self._inbox:
             took = True
             message = self._inbox.popleft()
@@ -124,6 +145,8 @@ class Scheduler:
                 self._waiting.append(Job(message, self._engine.max_ctx, self._eos_ids, self._clock))
             elif isinstance(message.command, Park | Unpark):
                 self._exclusive.append(message)
+            elif self._disk.takes(message.command):
+                self._disk.run(message)
             else:
                 self._commands.run(message)
         return took
@@ -177,12 +200,16 @@ class Scheduler:
         if job.restore_slot is not None:
             held = self._engine.slots[job.restore_slot]
             self._deliver(Line(Restored(slot=job.restore_slot, cur_pos=len(held.tokens)), job.key))
+        elif isinstance(job.command, RestoreChain):
+            self._deliver(Line(chain_restored(self._engine.slots, job.command), job.key))
         job.restored_logits = logits
 
     def _known_prefix(self, job: Job) -> tuple[Sequence, Logits | None]:
         """A sequence with the longest known prefix of the prompt; its logits when that is all of it."""
         if job.restore_slot is not None:
             return self._restored(job, job.restore_slot)
+        if isinstance(job.command, RestoreChain):
+            return self._forked(job, chain(self._engine.slots, job.command, job.ids))
         match = self._retained.best_match(job.ids)
         if match is None:
             return self._engine.open(), None
@@ -190,15 +217,18 @@ class Scheduler:
         return self._engine.fork(entry.sequence, shared), None
 
     def _restored(self, job: Job, slot: int) -> tuple[Sequence, Logits | None]:
-        held = self._engine.slots.get(slot)
-        if held is None:
-            raise RequestError("empty_slot", {"slot": slot})
+        held = filled(self._engine.slots, slot, "thick")
         length = len(held.tokens)
         if len(job.ids) < length:
             raise RequestError("prefix_shorter", {"slot": slot, "prompt": len(job.ids), "cur_pos": length})
         shared = common_prefix(job.ids, np.frombuffer(held.tokens, dtype=np.int32))
         if shared < length:
             raise RequestError("prefix_mismatch", {"slot": slot, "at": shared, "cur_pos": length})
+        return self._forked(job, held)
+
+    def _forked(self, job: Job, held: Slot) -> tuple[Sequence, Logits | None]:
+        """A sequence that holds what a slot does, which is a prefix of the prompt."""
+        length = len(held)
         if length == len(job.ids) and held.logits is None:
             length -= 1  # the answer starts from the last token's logits: compute that token once more
         return self._engine.restore(slot, length), held.logits if length == len(job.ids) else None
@@ -274,14 +304,23 @@ class Scheduler:
         if job.snap_done or snap is None or job.sequence is None or len(job.sequence) < snap.at:
             return
         job.snap_done = True
-        at_end = snap.at == len(job.sequence)
+        at_end, tier = snap.at == len(job.sequence), job.command.tier
+        if tier == "host" or not free_for(self._engine.slots, snap.slot, "thick"):
+            reason = "unsupported" if tier == "host" else "bad_slot"
+            self._deliver(Line(SnapInlineFailed(slot=snap.slot, reason=reason), job.key))
+            return
         with job.account.inside("snapshot"):
             try:
-                self._engine.snapshot(snap.slot, job.sequence, logits if at_end else None, length=snap.at)
+                slot = self._engine.snapshot(
+                    snap.slot, job.sequence, logits if at_end else None, length=snap.at
+                )
             except OutOfDeviceMemory:
                 self._deliver(Line(SnapInlineFailed(slot=snap.slot, reason="oom"), job.key))
             else:
-                self._deliver(Line(SnapInline(slot=snap.slot, cur_pos=snap.at), job.key))
+                if tier == "disk":
+                    self._disk.save_inline(job.key, snap.slot, slot)
+                else:
+                    self._deliver(Line(SnapInline(slot=snap.slot, cur_pos=snap.at, tier=tier), job.key))
 
     def _prompt_is_known(self, job: Job, logits: Logits) -> None:
         if job.n_gen == 0:
@@ -345,7 +384,7 @@ class Scheduler:
             self._retained.add(Retained(job.key, job.sequence, pending=tuple(job.produced[-1:])))
         if not job.snap_done and job.command.snap is not None and status != "cancelled":
             self._deliver(Line(SnapInlineFailed(slot=job.command.snap.slot, reason="past_prompt"), job.key))
-        self._deliver(Finished(job.key, status, None, reason or {}, job.summary(self._epoch)))
+        self._end(job, status, None, reason or {})
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a job with an error; its sequence is closed, nobody else's is touched."""
@@ -353,7 +392,16 @@ class Scheduler:
         if job.sequence is not None:
             self._engine.close(job.sequence)
         code, reason = describe(error)
-        self._deliver(Finished(job.key, "err", code, reason, job.summary(self._epoch)))
+        self._end(job, "err", code, reason)
+
+    def _end(self, job: Job, status: str, code: str | None, reason: dict[str, Value]) -> None:
+        """The last word about a job: when what it saves is saved."""
+        job.account.enter("snapshot" if self._disk.saves(job.key) else "other")
+
+        def say() -> None:
+            self._deliver(Finished(job.key, status, code, reason, job.summary(self._epoch)))
+
+        self._disk.when_saved(job.key, say)
 
     def _leave(self, job: Job) -> None:
         if job in self._running:

@@ -16,6 +16,7 @@ from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
 from slotd.daemon.front import Front
 from slotd.daemon.host import EngineHost
+from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop, end_process
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
@@ -85,12 +86,17 @@ class _Daemon:
         hyper = engine.hyper
         connection = DaemonConnection(max_line=config.max_line)
         self.outbox = Outbox(stdout_fd, stream_fd, self._stdout_gone, self._stream_gone)
-        scheduler = _scheduler(config, engine, lambda message: self.front.deliver(message))
+        store = None
+        if config.slot_dir is not None:
+            store = SlotStore(config.slot_dir, config.slot_bytes)
+        scheduler = _scheduler(config, engine, lambda message: self.front.deliver(message), store)
         self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died", exit_code=1))
         self.front = Front(
             connection, self.outbox, self.host.send,
-            Limits(n_vocab=hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots),
-            props=_props(config, engine), lines_for_stream=config.stream_fd == "-",
+            Limits(
+                n_vocab=hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots, stored=store is not None
+            ),
+            props=_props(config, engine, store), lines_for_stream=config.stream_fd == "-",
             stall_timeout=config.stall_timeout,
         )  # fmt: skip
         self.loop = Loop(0, stdout_fd, connection, self.front, self.outbox, self.host, config.stall_timeout)
@@ -137,14 +143,16 @@ def run_once(config: Config, prompt_path: str, n_gen: int, out_path: str) -> int
     return 0
 
 
-def _scheduler(config: Config, engine: Engine, deliver: Callable[[ToFront], None]) -> Scheduler:
+def _scheduler(
+    config: Config, engine: Engine, deliver: Callable[[ToFront], None], store: SlotStore | None = None
+) -> Scheduler:
     return Scheduler(
         engine, deliver, chunk=config.chunk, parallel=config.parallel, max_stall=config.max_stall,
-        eos_ids=frozenset(engine.hyper.stop_ids),
+        eos_ids=frozenset(engine.hyper.stop_ids), slot_store=store,
     )  # fmt: skip
 
 
-def _props(config: Config, engine: Engine) -> Mapping[str, Any]:
+def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[str, Any]:
     """What HELLO and PROPS say of this daemon."""
     hyper = engine.hyper
     return {
@@ -159,7 +167,13 @@ def _props(config: Config, engine: Engine) -> Mapping[str, Any]:
         "backend": {"name": "numpy", "numpy": np.__version__, "math": "exact" if config.exact else "float32"},
         "max_ctx": engine.max_ctx,
         "slots": config.slots,
-        "kv": {"k": config.k_type, "v": config.v_type, "bytes_per_token": engine.store.bytes_per_token},
+        "kv": {
+            "k": config.k_type, "v": config.v_type, "window": 0,
+            "bytes_per_token": engine.store.bytes_per_token,
+        },
+        "slot_dir": store and {
+            "path": str(config.slot_dir), "budget": config.slot_bytes, "read_only": store.read_only
+        },
         "parallel": config.parallel,
         "chunk": config.chunk,
         "limits": {"max_line": config.max_line, "memory": config.memory_limit},

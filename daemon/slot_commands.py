@@ -14,6 +14,8 @@ from slotd.daemon.link import Finished, Key, Line, Submit, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
+from slotd.daemon.sequence import Sequence
+from slotd.daemon.slot_chains import check_free_for
 from slotd.protocol.errors import ModelError, RequestError, Value
 from slotd.protocol.messages import (
     Event,
@@ -25,7 +27,9 @@ from slotd.protocol.messages import (
     SlotList,
     SnapFreed,
     Snapshot,
+    SnapshotThin,
     SnapTaken,
+    SnapThin,
     Unpark,
     Unparked,
 )
@@ -69,12 +73,16 @@ class SlotCommands:
 
     def run(self, submit: Submit) -> None:
         """Run the command and end its key, whatever happens."""
-        code: str | None = None
-        reason: dict[str, Value] = {}
+        failure: Exception | None = None
         try:
             self._dispatch(submit)
         except Exception as error:
-            code, reason = describe(error)
+            failure = error
+        self.end(submit, failure)
+
+    def end(self, submit: Submit, error: Exception | None) -> None:
+        """End the key of a command that was done, or failed with `error`."""
+        code, reason = (None, {}) if error is None else describe(error)
         wall = round(self._clock() - submit.submitted_at, 6)
         account: dict[str, Value] = {"epoch": self._epoch(), "wall_s": wall}
         self._deliver(Finished(submit.key, "err" if code else "ok", code, reason, account))
@@ -82,11 +90,14 @@ class SlotCommands:
     def _dispatch(self, submit: Submit) -> None:
         command = submit.command
         match command:
+            case Snapshot(tier="host" | "disk") | Snapshot(held=True):
+                raise RequestError("unsupported", {"field": "tier", "value": command.tier or "device"})
             case Snapshot():
-                entry = self._ended_sequence(submit.key, command.of)
-                logits = self._catch_up(entry)
-                self._engine.snapshot(command.slot, entry.sequence, logits)
-                self._reply(submit, SnapTaken(slot=command.slot, cur_pos=len(entry.sequence)))
+                check_free_for(self._engine.slots, command.slot, "thick")
+                slot = self._engine.snapshot(command.slot, *self.ended(submit.key, command.of))
+                self._reply(submit, SnapTaken(slot=command.slot, cur_pos=len(slot), tier=command.tier))
+            case SnapshotThin():
+                self._keep_span(submit, command)
             case FreeSnapshot():
                 self._engine.free_slot(command.slot)
                 self._reply(submit, SnapFreed(slot=command.slot))
@@ -104,6 +115,31 @@ class SlotCommands:
                 pass  # the draft: never loaded, so nothing changes
             case _:
                 raise RequestError("unsupported", {"verb": command.verb})
+
+    def ended(self, key: Key, of: str | None) -> tuple[Sequence, npt.NDArray[np.float32] | None]:
+        """The sequence that a SNAPSHOT of request `key` means, with all that was said, and its logits.
+
+        Raises:
+            RequestError: nothing_to_snapshot, target_parked.
+            OutOfDeviceMemory: the last token cannot be computed.
+        """
+        entry = self._ended_sequence(key, of)
+        logits = self._catch_up(entry)
+        return entry.sequence, logits
+
+    def _keep_span(self, submit: Submit, command: SnapshotThin) -> None:
+        check_free_for(self._engine.slots, command.slot, "thin")
+        entry = self._ended_sequence(submit.key, command.of)
+        if command.kv_end > len(entry.sequence):
+            self._catch_up(entry)
+        length = len(entry.sequence)
+        if command.kv_end > length:
+            limit = f"{command.kv_start + 1}..{length}"
+            raise RequestError("bad_args", {"field": "kv_end", "value": command.kv_end, "limit": limit})
+        span = self._engine.capture(entry.sequence, length=command.kv_end, kv_start=command.kv_start)
+        self._engine.slots.put(command.slot, span)
+        reply = SnapThin(slot=command.slot, kv_start=command.kv_start, kv_end=command.kv_end)
+        self._reply(submit, reply)
 
     def _reply(self, submit: Submit, event: Event) -> None:
         self._deliver(Line(event, submit.key))

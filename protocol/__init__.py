@@ -2,8 +2,8 @@
 
 In here: the messages (`messages`), the tables of all lines (`grammar`, `event_grammar`), their text form
 (`wire`), bytes to lines (`linebuffer`), the two ends of a connection (`connection`), the error tree
-(`errors`), the version numbers (`version`), and what both sides read of a model file (`gguf_header`,
-`gguf_vocabulary`). `PROTOCOL.md` is the specification.
+(`errors`), the names of stored snapshots (`slot_identity`), the version numbers (`version`), and what both
+sides read of a model file (`gguf_header`, `gguf_vocabulary`). `PROTOCOL.md` is the specification.
 
 Nothing in here does I/O, starts a thread or reads a clock. It imports the standard library and itself:
 never `slotd.daemon`, `slotd.client` or another distribution.
@@ -30,9 +30,11 @@ from slotd.protocol.messages import (
     AllCleared,
     Cancel,
     Cancelled,
+    ChainRestored,
     Command,
     Done,
     DrafterFreed,
+    Drop,
     Error,
     Event,
     FreeDrafter,
@@ -41,6 +43,7 @@ from slotd.protocol.messages import (
     Hello,
     Json,
     ListSlots,
+    LoadSnapshot,
     Ok,
     Park,
     Parked,
@@ -50,16 +53,22 @@ from slotd.protocol.messages import (
     Quit,
     Ready,
     Restore,
+    RestoreChain,
     Restored,
     Sampling,
     SlotList,
     Snap,
+    SnapDropped,
     SnapFreed,
     SnapInline,
     SnapInlineFailed,
+    SnapLoaded,
     Snapshot,
+    SnapshotThin,
     SnapTaken,
+    SnapThin,
     Status,
+    Stored,
     TokenLogprob,
     Tokens,
     Unknown,
@@ -67,6 +76,7 @@ from slotd.protocol.messages import (
     Unparked,
     Unsupported,
 )
+from slotd.protocol.slot_identity import slot_hash
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
 __all__ = [
@@ -76,6 +86,7 @@ __all__ = [
     "AllCleared",
     "Cancel",
     "Cancelled",
+    "ChainRestored",
     "ClientConnection",
     "Command",
     "ConfigError",
@@ -86,6 +97,7 @@ __all__ = [
     "DaemonTimeoutError",
     "Done",
     "DrafterFreed",
+    "Drop",
     "Error",
     "Event",
     "FreeDrafter",
@@ -94,6 +106,7 @@ __all__ = [
     "Hello",
     "Json",
     "ListSlots",
+    "LoadSnapshot",
     "LocalProtocolError",
     "ModelError",
     "Ok",
@@ -108,17 +121,23 @@ __all__ = [
     "RemoteProtocolError",
     "RequestError",
     "Restore",
+    "RestoreChain",
     "Restored",
     "Sampling",
     "SlotList",
     "SlotdError",
     "Snap",
+    "SnapDropped",
     "SnapFreed",
     "SnapInline",
     "SnapInlineFailed",
+    "SnapLoaded",
     "SnapTaken",
+    "SnapThin",
     "Snapshot",
+    "SnapshotThin",
     "Status",
+    "Stored",
     "TokenLogprob",
     "Tokens",
     "Unknown",
@@ -127,4 +146,5 @@ __all__ = [
     "Unsupported",
     "Value",
     "__version__",
+    "slot_hash",
 ]

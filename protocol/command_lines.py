@@ -11,7 +11,17 @@ from typing import Any
 from slotd.protocol import grammar, values, words
 from slotd.protocol.errors import LocalProtocolError, RequestError, Value
 from slotd.protocol.grammar import FIELDS, Field, Verb
-from slotd.protocol.messages import Cancel, Command, Generate, Prompt, Sampling, Unsupported
+from slotd.protocol.messages import (
+    Cancel,
+    Command,
+    Drop,
+    Generate,
+    LoadSnapshot,
+    Prompt,
+    Sampling,
+    SnapshotThin,
+    Unsupported,
+)
 from slotd.protocol.words import BadValue
 
 # More words than any line with distinct fields has; a hostile line is not cut into millions of them.
@@ -162,8 +172,17 @@ def _check_name(verb: Verb, name: str, before: dict[str, str]) -> None:
 
 def _check(command: Command) -> None:
     """The rules between fields."""
-    if not isinstance(command, Prompt):
-        return
+    match command:
+        case Prompt():
+            _check_prompt(command)
+        case SnapshotThin() if command.kv_start >= command.kv_end:
+            limit = f"{command.kv_start + 1}..{grammar.KV_END.high}"
+            raise BadValue(field="kv_end", value=command.kv_end, limit=limit)
+        case LoadSnapshot(hash=None) | Drop(hash=None):
+            raise BadValue(field="hash", reason="missing")
+
+
+def _check_prompt(command: Prompt) -> None:
     if command.ids is None and command.path is None:
         raise BadValue(field="ids", reason="missing")
     if command.ids is not None and command.path is not None:

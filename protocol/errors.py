@@ -25,8 +25,10 @@ Value = str | int | float
 #: Wire code -> what it means. PROTOCOL.md lists exactly these (a test compares them).
 CODES: Mapping[str, str] = {
     "bad_args": "a field of the command is missing, malformed or out of range",
+    "bad_chain": "the slots of a chain do not go on where the ones before them end",
     "bad_id": "the request id is not 1-64 characters of A-Za-z0-9._:-",
-    "bad_slot": "the slot number is not below the number of slots",
+    "bad_slot": "the slot number is not below the number of slots, or the slot is of the wrong kind",
+    "bad_snapshot": "the stored snapshot is damaged; its file was moved aside",
     "bad_token": "a token id of the prompt is not in the vocabulary",
     "bad_utf8": "the line is not UTF-8",
     "busy": "too many requests are queued",
@@ -38,6 +40,7 @@ CODES: Mapping[str, str] = {
     "engine_down": "the engine died too often; the daemon says why and stays up",
     "internal": "a fault of slotd; the log has the traceback",
     "line_too_long": "the line is longer than --max-line",
+    "no_slot_dir": "the daemon was started without --slot-dir",
     "no_stream_fd": "a request without an id needs --stream-fd",
     "nonfinite": "the model produced logits that are not finite",
     "nothing_to_snapshot": "no sequence is there to take a snapshot of",
@@ -45,12 +48,17 @@ CODES: Mapping[str, str] = {
     "overflow": "prompt + n_gen is longer than the context",
     "prefix_mismatch": "the prompt does not start with the tokens of the slot",
     "prefix_shorter": "the prompt is shorter than the slot",
+    "read_only_slot_dir": "the folder of stored snapshots cannot be written, or another daemon writes it",
     "shutting_down": "the daemon is ending and takes no more commands",
+    "snapshot_too_large": "the snapshot alone is larger than --slot-bytes",
     "stalled": "the reader took nothing for --stall-timeout, or went away",
     "target_parked": "the target model is parked",
     "unknown_command": "the first word is not a verb",
+    "unknown_snapshot": "no snapshot of this hash is stored",
     "unsupported": "a known verb or field that this build does not have",
     "write_out": "the output file cannot be written",
+    "write_snapshot": "the snapshot could not be written to disk",
+    "wrong_snapshot": "the stored snapshot is of another model, K/V type, window or arithmetic",
 }
 
 

@@ -1,6 +1,6 @@
 """The table of event lines: what a daemon prints on stdout, one form for each class of `messages`.
 
-An event line is ``lead word ... key=value ...``: `lead` are its fixed first words. The three JSON events
+An event line is ``lead word ... key=value ...``: `lead` are its fixed first words. The JSON events
 (`JSON_KINDS`) are their tag and one JSON object, and have no form.
 """
 
@@ -15,7 +15,7 @@ from slotd.protocol.grammar import Field
 
 _INT64_MAX = 2**63 - 1
 
-JSON_KINDS = ("hello", "status", "props")
+JSON_KINDS = ("hello", "status", "props", "stored")
 
 #: Order and names of the time account at the end of a `[done]` line, in seconds.
 ACCOUNT = (
@@ -59,13 +59,21 @@ class EventForm:
 
 _SLOT = _count("slot")
 _CUR_POS = _count("cur_pos")
+_TIER = (Field("tier", "name", required=False), Field("hash", "hash", required=False))
+_HASH = Field("hash", "hash")
+_SPAN = Field("kv", "span", high=_INT64_MAX, attributes=("kv_start", "kv_end"))
 
 EVENTS: tuple[EventForm, ...] = (
     EventForm(messages.Ready, "[daemon] ready"),
-    EventForm(messages.SnapTaken, "[snap]", (_SLOT, _CUR_POS), first="slot"),
-    EventForm(messages.SnapInline, "[snap] inline", (_SLOT, _CUR_POS)),
+    EventForm(messages.SnapTaken, "[snap]", (_SLOT, _CUR_POS, *_TIER), first="slot"),
+    EventForm(messages.SnapThin, "[snap] thin", (_SLOT, _SPAN)),
+    EventForm(messages.SnapInline, "[snap] inline", (_SLOT, _CUR_POS, *_TIER)),
     EventForm(messages.SnapInlineFailed, "[snap] inline-failed", (_SLOT, Field("reason", "text"))),
     EventForm(messages.Restored, "[snap] restored", (_SLOT, _CUR_POS)),
+    EventForm(messages.ChainRestored, "[snap] chain restored",
+              (Field("thick", "int", low=-1), _count("thins"), _CUR_POS)),
+    EventForm(messages.SnapLoaded, "[snap] loaded", (_SLOT, _CUR_POS, _HASH)),
+    EventForm(messages.SnapDropped, "[snap] dropped", (_HASH,)),
     EventForm(messages.SnapFreed, "[snap] freed", (_SLOT,)),
     EventForm(messages.SlotList, "[snap]", (_numbers("slots"),), first="slots"),
     EventForm(messages.AllCleared, "[snap] all-cleared",

@@ -32,6 +32,9 @@ Kind = Literal[
     "numbers",  # integers separated by commas, also none
     "biases",  # ID:BIAS,ID:BIAS
     "snap",  # AT:SLOT
+    "hash",  # 32 hexadecimal digits, small letters
+    "slots",  # slot numbers separated by commas, or - for none
+    "span",  # START,END
     "sampler",  # the sampler tail of version 1
     "progress",  # AT/OF
     "logprobs",  # JSON, see messages.TokenLogprob
@@ -85,6 +88,10 @@ OUT = Field("out", "path", "file that gets the generated ids, with a leading cou
 WHAT = Field(
     "what", "choice", "which weights; all when left out", choices=("all", "draft", "target"), required=False
 )
+THICK = Field("thick", "int", "slot that the chain starts with, -1 for none", low=-1)
+THINS = Field("thins", "slots", "slots of SNAPSHOT_THIN, in order, or - for none")
+KV_START = Field("kv_start", "int", "first position of the span")
+KV_END = Field("kv_end", "int", "position behind the span", low=1)
 
 #: Parts of `snap` and of `logit_bias`; their errors carry the name of the whole field.
 SNAP_AT = Field("snap", "int", low=1)
@@ -123,7 +130,11 @@ _OTHERS = (
     Field("min_tokens", "int", "no end-of-text or stop id before so many tokens; at most n_gen"),
     Field("ignore_eos", "flag", "the model's own end-of-text ids do not end the answer"),
     Field("fit", "flag", "generate what the context has room for instead of refusing"),
+    Field("tier", "choice", "where the snapshot goes: device, host or disk",
+          choices=("device", "host", "disk")),
     Field("of", "request_id", "the request whose sequence to keep; else the last one of the token stream"),
+    Field("held", "flag", "keep nothing new: put what the slot holds into the tier"),
+    Field("hash", "hash", "name of a stored snapshot; must be given"),
 )  # fmt: skip
 
 FIELDS: dict[str, Field] = {field.name: field for field in (*_OTHERS, *_SAMPLING)}
@@ -136,6 +147,7 @@ SAMPLER_ORDER = (
 _SAMPLING_NAMES = tuple(field.name for field in _SAMPLING)
 _PROMPT_NAMES = (
     "id", "ids", "snap", "samp", *_SAMPLING_NAMES, "stop", "logprobs", "min_tokens", "ignore_eos", "fit",
+    "tier",
 )  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------
@@ -204,12 +216,19 @@ VERBS: tuple[Verb, ...] = (
     PROMPT,
     _verb(messages.Restore, ("RESTORE",), (SLOT, PATH, N_GEN),
           "generate after a prompt that starts with the tokens of a slot", _PROMPT_NAMES),
+    _verb(messages.RestoreChain, ("RESTORE_CHAIN",), (THICK, THINS, PATH, N_GEN),
+          "generate after a prompt that starts with the tokens of a chain of slots", _PROMPT_NAMES),
     _verb(messages.Generate, ("generate",), (IN, N_GEN, OUT), "generate from file to file",
           ("id", "samp", *_SAMPLING_NAMES)),
     _verb(messages.Snapshot, ("SNAPSHOT",), (SLOT,), "keep the sequence that ended last in a slot",
-          ("id", "of")),
+          ("id", "of", "tier", "held")),
+    _verb(messages.SnapshotThin, ("SNAPSHOT_THIN",), (SLOT, KV_START, KV_END),
+          "keep positions KV_START to KV_END-1 of a sequence in a slot, for a chain", ("id", "of")),
     _verb(messages.FreeSnapshot, ("FREE_SNAPSHOT",), (SLOT,), "empty a slot"),
     _verb(messages.ListSlots, ("LIST_SLOTS",), (), "name the slots that hold something"),
+    _verb(messages.Stored, ("STORED",), (), "list the snapshots on disk"),
+    _verb(messages.LoadSnapshot, ("LOAD_SNAPSHOT",), (SLOT,), "fill a slot from disk", ("id", "hash")),
+    _verb(messages.Drop, ("DROP",), (), "remove a snapshot from disk", ("id", "hash")),
     _verb(messages.Park, ("park",), (WHAT,), "give the device memory of the weights back"),
     _verb(messages.Unpark, ("unpark",), (WHAT,), "load parked weights again"),
     _verb(messages.FreeDrafter, ("free drafter", "drafter free"), (), "unload the prompt scorer"),
@@ -220,8 +239,6 @@ VERBS: tuple[Verb, ...] = (
     _verb(messages.Props, ("PROPS",), (), "ask how the daemon was started", at_once=True),
     _verb(messages.Quit, ("quit", "exit"), (), "cancel what runs, free everything, exit 0", at_once=True),
     _unsupported("compress", "shorten a prompt with a scorer model", True),
-    _unsupported("SNAPSHOT_THIN", "keep a span of K/V without recurrent state", False),
-    _unsupported("RESTORE_CHAIN", "restore a slot and thin slots behind it", True),
 )  # fmt: skip
 
 _BY_SPELLING = {spelling: verb for verb in VERBS for spelling in verb.spellings}

@@ -78,6 +78,7 @@ class Prompt(Command):
     min_tokens: int = 0  # generated tokens before an end-of-text or stop id is allowed
     ignore_eos: bool = False
     fit: bool = False
+    tier: str | None = None  # where the inline snapshot goes: device, host, disk; None: device, not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,19 @@ class Restore(Prompt):
 
     verb: ClassVar[str] = "RESTORE"
     slot: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreChain(Prompt):
+    """``RESTORE_CHAIN THICK THINS PATH N_GEN [fields]``: as Restore, from a slot and spans behind it.
+
+    `thick` is the slot that the chain starts with, -1 for none; `thins` are slots that SNAPSHOT_THIN
+    filled, in order, each one going on where the one before it ends. The ids are the whole prompt.
+    """
+
+    verb: ClassVar[str] = "RESTORE_CHAIN"
+    thick: int = -1
+    thins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +118,26 @@ class Generate(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Command):
-    """``SNAPSHOT SLOT [of=ID]``: keep the sequence that ended last (on the token stream, or request `of`)."""
+    """``SNAPSHOT SLOT [of=ID] [tier=T] [held=1]``: keep the sequence that ended last, or that of `of`.
+
+    `held`: keep nothing new, but put what the slot holds into the tier.
+    """
 
     verb: ClassVar[str] = "SNAPSHOT"
     slot: int = 0
+    of: str | None = None
+    tier: str | None = None  # device, host, disk; None: device, not said
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotThin(Command):
+    """``SNAPSHOT_THIN SLOT KV_START KV_END [of=ID]``: keep positions kv_start .. kv_end-1 of a sequence."""
+
+    verb: ClassVar[str] = "SNAPSHOT_THIN"
+    slot: int = 0
+    kv_start: int = 0
+    kv_end: int = 1
     of: str | None = None
 
 
@@ -124,6 +154,30 @@ class ListSlots(Command):
     """``LIST_SLOTS``."""
 
     verb: ClassVar[str] = "LIST_SLOTS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Command):
+    """``STORED``: asks for ``[stored] {json}``, the snapshots on disk."""
+
+    verb: ClassVar[str] = "STORED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSnapshot(Command):
+    """``LOAD_SNAPSHOT SLOT hash=H``: fill a slot from disk."""
+
+    verb: ClassVar[str] = "LOAD_SNAPSHOT"
+    slot: int = 0
+    hash: str | None = None  # must be given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop(Command):
+    """``DROP hash=H``: remove a snapshot from disk; slots keep what they hold."""
+
+    verb: ClassVar[str] = "DROP"
+    hash: str | None = None  # must be given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +245,7 @@ class Quit(Command):
 class Unsupported(Command):
     """A verb of the source protocol that this build answers with ``err unsupported verb=..``."""
 
-    name: str = ""  # compress, SNAPSHOT_THIN, RESTORE_CHAIN
+    name: str = ""  # compress
     needs_stream_end: bool = False  # whether the source ends this verb with a -1
 
 
@@ -213,7 +267,7 @@ class Ready(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Json(Event):
-    """``[hello] {json}``, ``[status] {json}``, ``[props] {json}``; `kind` is the word in brackets.
+    """``[hello] {json}`` and likewise status, props, stored; `kind` is the word in brackets.
 
     A request id travels inside the object, as ``"id"``.
     """
@@ -224,18 +278,34 @@ class Json(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapTaken(Event):
-    """``[snap] slot=S cur_pos=N``: the answer to SNAPSHOT."""
+    """``[snap] slot=S cur_pos=N [tier=T [hash=H]]``: the answer to SNAPSHOT; `tier` when it was asked for."""
 
     slot: int
     cur_pos: int
+    tier: str | None = None
+    hash: str | None = None  # of the file, in tier disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapThin(Event):
+    """``[snap] thin slot=S kv=START,END``: the answer to SNAPSHOT_THIN."""
+
+    slot: int
+    kv_start: int
+    kv_end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapInline(Event):
-    """``[snap] inline slot=S cur_pos=N``: an inline snapshot was taken during prefill."""
+    """``[snap] inline slot=S cur_pos=N [tier=T [hash=H]]``: an inline snapshot was taken during prefill.
+
+    `tier` (when it was asked for) is where it really is: one that could not be saved is on the device.
+    """
 
     slot: int
     cur_pos: int
+    tier: str | None = None
+    hash: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +322,31 @@ class Restored(Event):
 
     slot: int
     cur_pos: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainRestored(Event):
+    """``[snap] chain restored thick=T thins=COUNT cur_pos=N``; thick is -1 when the chain had none."""
+
+    thick: int
+    thins: int
+    cur_pos: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapLoaded(Event):
+    """``[snap] loaded slot=S cur_pos=N hash=H``: the answer to LOAD_SNAPSHOT."""
+
+    slot: int
+    cur_pos: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapDropped(Event):
+    """``[snap] dropped hash=H``: the answer to DROP."""
+
+    hash: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

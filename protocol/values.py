@@ -29,12 +29,14 @@ from slotd.protocol.words import BadValue, has_surrogate, is_integer, is_real, q
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
+_HASH = re.compile(r"[0-9a-f]{32}")
+
 _LONGEST_NUMBER = 64  # characters; int() and float() take more than linear time on long ones
 
 
 def refused(field: Field, text: str) -> BadValue:
     """The usual `BadValue`: field, value and limit."""
-    if field.kind in ("int", "real", "flag", "choice", "ids", "tokens", "numbers", "biases"):
+    if field.kind in ("int", "real", "flag", "choice", "ids", "tokens", "numbers", "slots", "biases"):
         return BadValue(field=field.name, value=shown(text), limit=field.limit)
     return BadValue(field=field.name, value=shown(text))
 
@@ -112,6 +114,12 @@ def _read_name(text: str, field: Field) -> str:
 
 def _read_request_id(text: str, field: Field) -> str:
     if not is_request_id(text):
+        raise refused(field, text)
+    return text
+
+
+def _read_hash(text: str, field: Field) -> str:
+    if not _HASH.fullmatch(text):
         raise refused(field, text)
     return text
 
@@ -237,6 +245,21 @@ def _write_snap(value: Snap, field: Field) -> str:
     return f"{_write_int(value.at, SNAP_AT)}:{_write_int(value.slot, SNAP_SLOT)}"
 
 
+def _read_slots(text: str, field: Field) -> tuple[int, ...]:
+    return () if text == "-" else _read_tokens(text, field)
+
+
+def _write_slots(value: Sequence[int], field: Field) -> str:
+    return _write_numbers(value, field) if value else "-"
+
+
+def _read_span(text: str, field: Field) -> tuple[int, int]:
+    start, comma, end = text.partition(",")
+    if not comma:
+        raise refused(field, text)
+    return _read_int(start, field), _read_int(end, field)
+
+
 def _read_sampler(text: str, field: Field) -> dict[str, Any]:
     """The sampler tail as {name: value}; seed 0 means that none is given, as version 1 has it."""
     _check_length(text.count(",") + 1, field)
@@ -308,6 +331,9 @@ _READERS: dict[Kind, Callable[[str, Field], Any]] = {
     "numbers": _read_numbers,
     "biases": _read_biases,
     "snap": _read_snap,
+    "hash": _read_hash,
+    "slots": _read_slots,
+    "span": _read_span,
     "sampler": _read_sampler,
     "progress": _read_progress,
     "logprobs": _read_logprobs,
@@ -327,6 +353,9 @@ _WRITERS: dict[Kind, Callable[[Any, Field], str]] = {
     "numbers": _write_numbers,
     "biases": _write_biases,
     "snap": _write_snap,
+    "hash": _read_hash,
+    "slots": _write_slots,
+    "span": _write_numbers,
     "progress": _write_progress,
     "logprobs": _write_logprobs,
 }

@@ -14,25 +14,38 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slotd.daemon.kv.pages import Pages
+from slotd.daemon.kv.pages import PAGE, Pages
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One snapshot.
+    """One snapshot: of a prefix (thick), or of a span that a chain puts behind one (thin).
 
     Attributes:
-        tokens: the ids it covers.
-        pages: pages that hold their K/V, the last one possibly in part; one reference each.
+        tokens: the ids up to its end, those before a span included.
+        pages: pages that hold its K/V, the last one possibly in part; one reference each. Those of a span
+            begin with the page that its first token lies in.
         logits: float32 [n_vocab] of the token that follows, or None; a restore without new tokens needs them.
+        kv_start: first position of a span; None for a prefix.
     """
 
     tokens: array[int]
     pages: tuple[int, ...]
     logits: npt.NDArray[np.float32] | None
+    kv_start: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """thick or thin."""
+        return "thick" if self.kv_start is None else "thin"
+
+    @property
+    def places(self) -> int:
+        """Places that it covers in its pages, counted from the first page on."""
+        return len(self.tokens) - (self.kv_start or 0) // PAGE * PAGE
 
     def __len__(self) -> int:
-        """Its length, in tokens."""
+        """The position behind its last token."""
         return len(self.tokens)
 
 

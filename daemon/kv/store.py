@@ -126,6 +126,29 @@ class PageStore:
         for to_plane, from_plane in ((to_segment.k, from_segment.k), (to_segment.v, from_segment.v)):
             stored_bytes(to_plane[:, to_index, :, :n])[...] = stored_bytes(from_plane[:, from_index, :, :n])
 
+    def read_page(self, page: int, n: int, buffer: memoryview) -> None:
+        """The first n places of a page as stored bytes: [n_layer, n_head_kv, n, dim] of K, then of V."""
+        start = 0
+        for plane in self._planes(page, n):
+            target = np.frombuffer(buffer, np.uint8, plane.size, start).reshape(plane.shape)
+            target[...] = plane
+            start += plane.size
+
+    def write_page(self, page: int, n: int, data: memoryview) -> None:
+        """Put bytes of `read_page` into the first n places of a page."""
+        segment, index = self._locate(page)
+        start = 0
+        for plane in self._planes(page, n):
+            plane[...] = np.frombuffer(data, np.uint8, plane.size, start).reshape(plane.shape)
+            start += plane.size
+        segment.unclean[index] = max(segment.unclean[index], n)
+
+    def _planes(self, page: int, n: int) -> tuple[Array, Array]:
+        """Views of the bytes of K and V in the first n places of a page."""
+        segment, index = self._locate(page)
+        k, v = segment.k[:, index, :, :n], segment.v[:, index, :, :n]
+        return stored_bytes(k), stored_bytes(v)
+
     def place(self, page: int, offset: int) -> tuple[Array, Array]:
         """Views of one token's K and V: [n_layer, n_head_kv, items]."""
         segment, index = self._locate(page)

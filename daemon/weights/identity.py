@@ -1,16 +1,18 @@
-"""A short hash that tells two model files apart without reading them whole."""
+"""Hashes of model files: a short one of samples that is there at once, and one of the whole file."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from slotd.protocol.gguf_header import Header
 
 DIGEST_BYTES = 16
 SAMPLE_BYTES = 4096
 EVEN_SAMPLES = 64
+PIECE_BYTES = 8 << 20
 
 
 def model_identity(data: mmap.mmap, header: Header) -> str:
@@ -28,6 +30,23 @@ def model_identity(data: mmap.mmap, header: Header) -> str:
     digest.update(data[: header.data_start])
     for start in _sample_starts(len(data), header):
         digest.update(data[start : start + SAMPLE_BYTES])
+    return digest.hexdigest()
+
+
+def content_hash(path: Path, check_stop: Callable[[], None]) -> str:
+    """Hash of a whole file.
+
+    Args:
+        check_stop: called after each piece; may raise.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"slotd-content")
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+            check_stop()
     return digest.hexdigest()
 
 

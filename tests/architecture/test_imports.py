@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("serve",),
     ("loop", "host"),
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
-    ("scheduler", "slot_commands", "job", "retained"),
+    ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "job", "retained"),
     ("engine",),
     ("models", "kv", "sampling"),
     ("ops",),
@@ -46,7 +46,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.
 FRONT = ("loop", "handlers", "front", "outbox", "open_requests", "door", "prompt_files")
 ENGINE = (
-    *("scheduler", "slot_commands", "job", "retained", "engine"),
+    *(
+        "scheduler",
+        "slot_commands",
+        "disk_commands",
+        "slot_chains",
+        "background",
+        "job",
+        "retained",
+        "engine",
+    ),
     *("models", "kv", "sampling", "ops", "memory"),
 )
 

@@ -34,11 +34,13 @@ class DaemonProcess:
         flags: further flags.
         stream: give it a token stream (``--stream-fd``).
         env: further environment variables.
+        preexec_fn: called in the child before it becomes the daemon.
     """
 
     def __init__(
-        self, model: Path, *flags: str, stream: bool = True, env: dict[str, str] | None = None
-    ) -> None:
+        self, model: Path, *flags: str, stream: bool = True, env: dict[str, str] | None = None,
+        preexec_fn: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._stream_read: int | None = None
         argv = [sys.executable, "-m", "slotd.daemon", "daemon", str(model), *flags]
         pass_fds: tuple[int, ...] = ()
@@ -48,7 +50,7 @@ class DaemonProcess:
             pass_fds = (write,)
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=pass_fds,
-            env={**_environment(), **(env or {})},
+            env={**_environment(), **(env or {})}, preexec_fn=preexec_fn,
         )  # fmt: skip
         for descriptor in pass_fds:
             os.close(descriptor)
@@ -131,6 +133,11 @@ class DaemonProcess:
         event = self.wait_event(lambda event: isinstance(event, Json) and event.kind == kind)
         assert isinstance(event, Json)
         return dict(event.data)
+
+    def wait_json_of(self, command: str, kind: str) -> dict[str, Any]:
+        """The object that a command asks for."""
+        self.send(command)
+        return self.wait_json(kind)
 
     def quiet(self, seconds: float) -> list[str]:
         """Every line of the next `seconds`."""

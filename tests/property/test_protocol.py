@@ -74,6 +74,9 @@ sampling = st.builds(
 )
 prompt_ids = st.lists(st.integers(-INT32 - 1, INT32), max_size=8).map(lambda values: array("i", values))
 
+tiers = st.sampled_from([None, "device", "host", "disk"])
+hashes = st.text("0123456789abcdef", min_size=32, max_size=32)
+
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Command:
@@ -91,17 +94,35 @@ def prompts(draw: st.DrawFn) -> Command:
         "min_tokens": draw(st.integers(0, n_gen)),
         "ignore_eos": draw(st.booleans()),
         "fit": draw(st.booleans()),
+        "tier": draw(tiers),
     }
-    slot = draw(st.none() | slots)
-    return messages.Prompt(**own) if slot is None else messages.Restore(slot=slot, **own)
+    match draw(st.integers(0, 2)):
+        case 0:
+            return messages.Prompt(**own)
+        case 1:
+            return messages.Restore(slot=draw(slots), **own)
+    thick, thins = draw(st.integers(-1, INT32)), draw(st.lists(slots, max_size=3))
+    return messages.RestoreChain(thick=thick, thins=tuple(thins), **own)
+
+
+@st.composite
+def thin_snapshots(draw: st.DrawFn) -> Command:
+    start = draw(st.integers(0, INT32 - 1))
+    end = draw(st.integers(start + 1, INT32))
+    return messages.SnapshotThin(
+        id=draw(maybe_id), slot=draw(slots), kv_start=start, kv_end=end, of=draw(maybe_id)
+    )
 
 
 whats = st.sampled_from(["all", "draft", "target"])
-unsupported = st.sampled_from([("compress", True), ("RESTORE_CHAIN", True), ("SNAPSHOT_THIN", False)])
+unsupported = st.just(("compress", True))
 commands: st.SearchStrategy[Command] = st.one_of(
     prompts(),
     st.builds(messages.Generate, id=maybe_id, path=paths, n_gen=slots, out=paths, sampling=sampling),
-    st.builds(messages.Snapshot, id=maybe_id, slot=slots, of=maybe_id),
+    st.builds(messages.Snapshot, id=maybe_id, slot=slots, of=maybe_id, tier=tiers, held=st.booleans()),
+    thin_snapshots(),
+    st.builds(messages.LoadSnapshot, id=maybe_id, slot=slots, hash=hashes),
+    st.builds(messages.Drop, id=maybe_id, hash=hashes),
     st.builds(messages.FreeSnapshot, id=maybe_id, slot=slots),
     st.builds(messages.Park, id=maybe_id, what=whats),
     st.builds(messages.Unpark, id=maybe_id, what=whats),
@@ -109,6 +130,7 @@ commands: st.SearchStrategy[Command] = st.one_of(
         st.builds(cls, id=maybe_id)
         for cls in (
             messages.ListSlots,
+            messages.Stored,
             messages.FreeDrafter,
             messages.Hello,
             messages.Cancel,

@@ -68,6 +68,7 @@ def test_transcript(tiny_llama: Path, tmp_path: Path, transcript: str) -> None:
     names["prompt.counted"].write_bytes(np.asarray([3, 5, 6, 7], "<i4").tobytes())
     lines = transcript.splitlines()
     flags = lines.pop(0).removeprefix("D: ").split() if lines[0].startswith("D: ") else []
+    flags = [flag.replace("{slots}", str(tmp_path / "slots")) for flag in flags]
     stream = not any(flag.startswith("--stream-fd") for flag in flags)
     with DaemonProcess(tiny_llama, *flags, stream=stream) as daemon:
         player = Player(daemon, names)

@@ -14,8 +14,10 @@ from slotd.protocol.errors import CODES, LocalProtocolError, RequestError
 from slotd.protocol.event_lines import format_event, parse_event
 from slotd.protocol.messages import (
     Command,
+    Drop,
     Error,
     FreeDrafter,
+    LoadSnapshot,
     Park,
     Prompt,
     Quit,
@@ -23,6 +25,7 @@ from slotd.protocol.messages import (
     Sampling,
     Snap,
     Snapshot,
+    SnapshotThin,
     Unsupported,
 )
 
@@ -71,7 +74,6 @@ INT32 = "-2147483648..2147483647"
             "compress /tmp/x.bin 500 d.gguf qwen3-0.6b nopark id=c",
             Unsupported(name="compress", needs_stream_end=True, id="c"),
         ),
-        ("RESTORE_CHAIN -1 1,,3 x 5", Unsupported(name="RESTORE_CHAIN", needs_stream_end=True)),
     ],
 )
 def test_other_ways_to_say_a_command(line: str, command: Command) -> None:
@@ -87,6 +89,53 @@ REFUSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("PROMPT x 5.0", "unknown_command", "", {"verb": "PROMPT"}),
     ("y" * 99, "unknown_command", "", {"verb": "y" * 40}),
     ("/tmp/x.bin", "bad_args", "PROMPT", {"field": "n_gen", "reason": "missing"}),
+    (
+        "RESTORE_CHAIN -1 1,,3 x 5",
+        "bad_args",
+        "RESTORE_CHAIN",
+        {"field": "thins", "value": "", "limit": COUNT},
+    ),
+    (
+        "RESTORE_CHAIN -1 1,3, x 5",
+        "bad_args",
+        "RESTORE_CHAIN",
+        {"field": "thins", "value": "", "limit": COUNT},
+    ),
+    (
+        "RESTORE_CHAIN -1 1,b x 5",
+        "bad_args",
+        "RESTORE_CHAIN",
+        {"field": "thins", "value": "b", "limit": COUNT},
+    ),
+    ("RESTORE_CHAIN -1 -1 x 5", "bad_args", "RESTORE_CHAIN", {"field": "thins", "value": -1, "limit": COUNT}),
+    (
+        "RESTORE_CHAIN -2 - x 5",
+        "bad_args",
+        "RESTORE_CHAIN",
+        {"field": "thick", "value": -2, "limit": "-1..2147483647"},
+    ),
+    ("RESTORE_CHAIN -1 - x", "bad_args", "RESTORE_CHAIN", {"field": "n_gen", "reason": "missing"}),
+    (
+        "SNAPSHOT_THIN 0 5 5",
+        "bad_args",
+        "SNAPSHOT_THIN",
+        {"field": "kv_end", "value": 5, "limit": "6..2147483647"},
+    ),
+    ("SNAPSHOT_THIN 0 -1 5", "bad_args", "SNAPSHOT_THIN", {"field": "kv_start", "value": -1, "limit": COUNT}),
+    (
+        "SNAPSHOT 0 tier=tape",
+        "bad_args",
+        "SNAPSHOT",
+        {"field": "tier", "value": "tape", "limit": "device|host|disk"},
+    ),
+    ("DROP", "bad_args", "DROP", {"field": "hash", "reason": "missing"}),
+    ("LOAD_SNAPSHOT 1", "bad_args", "LOAD_SNAPSHOT", {"field": "hash", "reason": "missing"}),
+    (
+        "DROP hash=00112233445566778899AABBCCDDEEFF",
+        "bad_args",
+        "DROP",
+        {"field": "hash", "value": "00112233445566778899AABBCCDDEEFF"},
+    ),
     ("x.bin many", "bad_args", "PROMPT", {"field": "n_gen", "value": "many", "limit": COUNT}),
     ("- id=r1", "bad_args", "PROMPT", {"field": "n_gen", "reason": "missing"}),
     ("x -1", "bad_args", "PROMPT", {"field": "n_gen", "value": -1, "limit": COUNT}),
@@ -283,6 +332,9 @@ UNSENDABLE: list[Command] = [
     Prompt(path="x", sampling=Sampling(seed=2**64)),
     Snapshot(slot=-1),
     Park(what="everything"),
+    SnapshotThin(slot=0, kv_start=5, kv_end=5),
+    LoadSnapshot(slot=0),
+    Drop(hash="../../etc/passwd"),
     Unsupported(name="park"),
 ]
 

@@ -49,7 +49,6 @@ def test_other_ways_to_say_an_event(line: str, event: Event) -> None:
         "[prefill] 512 tokens in 1.25 s, last_tok=4",
         "[step 3] committed=9",
         "[snap]",
-        "[snap] thin slot=1 kv=0,3",
         "[snap] freedom slot=1",
         "[snap] stores=1",
         "[snapshot] slot=1 cur_pos=2",

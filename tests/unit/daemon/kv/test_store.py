@@ -135,3 +135,40 @@ def test_every_pair_of_types_is_kept_as_bytes(k: str, v: str) -> None:
         assert (now[:, 1, :, 5:] == old[:, 1, :, 5:]).all()
         assert (now[:, 0, :, :60] == old[:, 0, :, :60]).all()
         assert (now[:, 0, :, 60:] == 0).all()
+
+
+@pytest.mark.parametrize(("k_type", "v_type"), [("f32", "f16"), *((name, "q4_0") for name in KV_TYPES)])
+@pytest.mark.parametrize("n", [1, 17, PAGE])
+def test_bytes_of_a_page_come_back_as_they_were(k_type: str, v_type: str, n: int) -> None:
+    """P52: stored bytes are moved, whatever numbers they are."""
+    store = PageStore(DeviceMemory(), LAYERS, HEADS, 64, 32, kv_type(k_type), kv_type(v_type))
+    source, other, target = store.allocate(3)
+    size = PAGE * store.bytes_per_token
+    noise = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8).tobytes()
+    store.write_page(source, PAGE, memoryview(noise))
+    store.write_page(other, PAGE, memoryview(bytes(size)))
+    store.write_page(target, PAGE, memoryview(bytes(size)))
+    buffer = memoryview(bytearray(n * store.bytes_per_token))
+    store.read_page(source, n, buffer)
+    store.write_page(target, n, buffer)
+    again = memoryview(bytearray(len(buffer)))
+    store.read_page(target, n, again)
+    assert bytes(again) == bytes(buffer)
+    for offset in range(PAGE):
+        there, here = store.place(target, offset), store.place(source, offset)
+        for plane, wanted in zip(there, here, strict=True):
+            expected = wanted.tobytes() if offset < n else bytes(wanted.nbytes)
+            assert plane.tobytes() == expected
+    whole = memoryview(bytearray(size))
+    store.read_page(other, PAGE, whole)
+    assert not any(whole)
+
+
+def test_a_page_that_was_filled_is_clean_behind_the_next_end(store: PageStore) -> None:
+    """Places that were filled are zero again before rows behind a shorter prefix are read."""
+    (page,) = store.allocate(1)
+    store.prepare(page, 0, 1)
+    store.write_page(page, 9, memoryview(b"\xff" * (9 * store.bytes_per_token)))
+    store.prepare(page, 4, 5)
+    for offset in range(4, 9):
+        assert not any(plane.any() for plane in store.place(page, offset))

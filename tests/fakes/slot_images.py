@@ -1,0 +1,66 @@
+"""Snapshots of a made-up model with small pages, for tests of the store."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from slotd.daemon.kv.slot_files import Identity
+from slotd.daemon.kv.slot_store import Image
+
+PAGE = 4
+TOKEN_BYTES = 8
+
+IDENTITY = Identity(
+    model="ab" * 16, content="cd" * 16, k="f32", v="f16", window=0, math="float32", page=PAGE,
+    page_bytes=PAGE * TOKEN_BYTES,
+)  # fmt: skip
+
+
+def id_bytes(ids: range | list[int]) -> bytes:
+    """int32 little-endian."""
+    return np.asarray(list(ids), "<i4").tobytes()
+
+
+def token_bytes(ids: bytes, at: int, salt: str = "") -> bytes:
+    """The K/V of token `at`: they depend on all ids up to it, and on nothing else."""
+    text = ids[: 4 * (at + 1)] + salt.encode()
+    return hashlib.blake2b(text, digest_size=TOKEN_BYTES).digest()
+
+
+def kv_bytes(ids: bytes, salt: str = "") -> bytes:
+    """The K/V of all tokens."""
+    return b"".join(token_bytes(ids, at, salt) for at in range(len(ids) // 4))
+
+
+def image(
+    ids: range | list[int], logits: bytes = b"", identity: Identity = IDENTITY, salt: str = ""
+) -> Image:
+    """A snapshot of these ids; `salt` stands for another rounding of the same K/V."""
+    data = id_bytes(ids)
+
+    def read_page(index: int, n: int, buffer: memoryview) -> None:
+        for offset in range(n):
+            start = offset * TOKEN_BYTES
+            buffer[start : start + TOKEN_BYTES] = token_bytes(data, index * PAGE + offset, salt)
+
+    return Image(identity, data, logits, read_page)
+
+
+class Sink:
+    """Takes the pages of a loaded snapshot."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bytes] = {}
+
+    def __call__(self, index: int, n: int, data: memoryview) -> None:
+        assert index not in self.pages
+        assert len(data) == n * TOKEN_BYTES
+        self.pages[index] = bytes(data)
+
+    @property
+    def data(self) -> bytes:
+        """All that came."""
+        assert sorted(self.pages) == list(range(len(self.pages)))
+        return b"".join(self.pages[index] for index in sorted(self.pages))

@@ -1,0 +1,212 @@
+"""Files of stored snapshots: whatever happens to their bytes, nothing wrong is ever loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotd.daemon.kv.slot_files import (
+    FORMAT_VERSION,
+    MANIFEST_MAGIC,
+    BadFile,
+    PageEntry,
+    PageTable,
+    Part,
+    decode_manifest,
+    decode_page_table,
+    encode_manifest,
+    encode_page_table,
+    read_section,
+)
+from slotd.daemon.kv.slot_store import SlotStore
+from slotd.protocol.errors import RequestError
+from tests.fakes.slot_images import IDENTITY, PAGE, Sink, id_bytes, image, kv_bytes
+
+LONG = range(200, 213)
+SHORT = range(200, 205)
+LOGITS = bytes(range(20))
+
+
+def reader(data: bytes) -> Callable[[int, int], bytes]:
+    return lambda offset, n: data[offset : offset + n]
+
+
+def whole_manifest(data: bytes) -> tuple[Any, bytes, bytes]:
+    manifest = decode_manifest(reader(data), len(data))
+    return (
+        manifest,
+        read_section(reader(data), manifest.tail, "tail"),
+        read_section(reader(data), manifest.logits, "logits"),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# One file
+
+TAIL = kv_bytes(id_bytes(LONG))[-8:]
+MANIFEST = encode_manifest(IDENTITY, id_bytes(LONG), (Part("5" * 32, 0, 3),), TAIL, LOGITS)
+TABLE = PageTable(IDENTITY.page_bytes, tuple(PageEntry(bytes([k] * 16), k) for k in range(3)))
+PAGES = encode_page_table(TABLE) + bytes(3 * IDENTITY.page_bytes)
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    manifest, tail, logits = whole_manifest(MANIFEST)
+    assert (manifest.identity, manifest.ids) == (IDENTITY, id_bytes(LONG))
+    assert (manifest.length, manifest.n_pages, manifest.tail_tokens) == (13, 3, 1)
+    assert (tail, logits, manifest.file_bytes) == (TAIL, LOGITS, len(MANIFEST))
+
+
+def test_a_page_table_is_read_as_it_was_written() -> None:
+    assert decode_page_table(reader(PAGES), len(PAGES)) == TABLE
+    assert TABLE.data_start == len(PAGES) - 3 * IDENTITY.page_bytes
+
+
+@settings(max_examples=200)
+@given(at=st.integers(0, 8 * len(MANIFEST) - 1))
+def test_every_bit_of_a_manifest_counts(at: int) -> None:
+    data = bytearray(MANIFEST)
+    data[at // 8] ^= 1 << at % 8
+    with pytest.raises(BadFile):
+        whole_manifest(bytes(data))
+
+
+@settings(max_examples=200)
+@given(at=st.integers(0, 8 * TABLE.data_start - 1))
+def test_every_bit_of_a_page_table_counts(at: int) -> None:
+    data = bytearray(PAGES)
+    data[at // 8] ^= 1 << at % 8
+    with pytest.raises(BadFile):
+        decode_page_table(reader(bytes(data)), len(data))
+
+
+@given(n=st.integers(0, len(MANIFEST) - 1), more=st.binary(min_size=1, max_size=9))
+def test_a_manifest_of_another_length_is_refused(n: int, more: bytes) -> None:
+    for data in (MANIFEST[:n], MANIFEST + more):
+        with pytest.raises(BadFile):
+            whole_manifest(data)
+
+
+@given(n=st.integers(0, len(PAGES) - 1), more=st.binary(min_size=1, max_size=9))
+def test_a_page_file_of_another_length_is_refused(n: int, more: bytes) -> None:
+    for data in (PAGES[:n], PAGES + more):
+        with pytest.raises(BadFile):
+            decode_page_table(reader(data), len(data))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.sampled_from(["identity", "parts", "sections", "page_bytes", "pages", "table_crc"])
+
+
+@settings(max_examples=200)
+@given(header=json_values | st.dictionaries(names, json_values), rest=st.binary(max_size=40))
+def test_a_header_of_any_other_json_is_refused(header: Any, rest: bytes) -> None:
+    """Even with a right checksum."""
+    text = json.dumps(header).encode()
+    framed = struct.pack("<8sII", MANIFEST_MAGIC, FORMAT_VERSION, len(text)) + text
+    data = framed + struct.pack("<I", zlib.crc32(framed)) + rest
+    with pytest.raises(BadFile):
+        decode_manifest(reader(data), len(data))
+
+
+# --------------------------------------------------------------------------------------------------
+# A whole folder
+
+
+@contextmanager
+def damaged_folder(change: Callable[[bytearray], object], which: int) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp())
+    try:
+        store = SlotStore(path, None)
+        store.save(image(SHORT, LOGITS))
+        store.save(image(LONG, LOGITS))
+        store.close()
+        files = sorted(file for file in path.iterdir() if file.suffix in (".slot", ".pages"))
+        assert len(files) == 4
+        data = bytearray(files[which].read_bytes())
+        change(data)
+        files[which].write_bytes(data)
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def check_what_is_left(path: Path) -> int:
+    """Load everything; returns how many snapshots are whole. What is given out is right or refused."""
+    store = SlotStore(path, None)
+    whole = 0
+    for name in [file["hash"] for file in store.report()["files"]]:
+        sink = Sink()
+        try:
+            ids = store.find(name, IDENTITY).ids
+            logits = store.read(name, sink)
+        except RequestError as error:
+            assert error.code in ("bad_snapshot", "unknown_snapshot")  # noqa: PT017
+            continue
+        assert ids in (id_bytes(SHORT), id_bytes(LONG))
+        assert (sink.data, logits) == (kv_bytes(ids), LOGITS)
+        whole += 1
+    assert whole == len(store.report()["files"])  # what was refused is listed no more
+    store.close()
+    return whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(which=st.integers(0, 3), at=st.integers(0, 10**6))
+def test_a_flipped_bit_anywhere_is_refused(which: int, at: int) -> None:
+    """Field report 29."""
+
+    def flip(data: bytearray) -> None:
+        data[at // 8 % len(data)] ^= 1 << at % 8
+
+    with damaged_folder(flip, which) as path:
+        assert check_what_is_left(path) < 2
+        assert (path / "bad").is_dir()
+
+
+@settings(max_examples=60, deadline=None)
+@given(which=st.integers(0, 3), share=st.floats(0, 0.999))
+def test_a_file_that_is_cut_anywhere_is_refused(which: int, share: float) -> None:
+    def cut(data: bytearray) -> None:
+        del data[int(share * len(data)) :]
+
+    with damaged_folder(cut, which) as path:
+        assert check_what_is_left(path) < 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=6), drops=st.integers(0, 63))
+def test_any_history_of_saves_and_drops_keeps_the_rest_whole(lengths: list[int], drops: int) -> None:
+    path = Path(tempfile.mkdtemp())
+    try:
+        store = SlotStore(path, None)
+        saved = {store.save(image(range(n))): n for n in lengths}
+        for bit, name in enumerate(list(saved)):
+            if drops >> bit & 1:
+                store.drop(name)
+                del saved[name]
+        store.close()
+        again = SlotStore(path, None)
+        assert {file["hash"] for file in again.report()["files"]} == set(saved)
+        for name, n in saved.items():
+            sink = Sink()
+            again.find(name, IDENTITY)
+            again.read(name, sink)
+            assert sink.data == kv_bytes(id_bytes(range(n)))
+        again.close()
+    finally:
+        shutil.rmtree(path)
