@@ -339,15 +339,15 @@ class Engine:
             page_bytes=PAGE * self.store.bytes_per_token,
         )  # fmt: skip
 
-    def restore(self, number: int, length: int | None = None) -> Sequence:
-        """A new sequence with the first `length` tokens of a slot (default: all).
+    def restore(self, source: int | Slot, length: int | None = None) -> Sequence:
+        """A new sequence with the first `length` tokens (default: all) of a slot, or of what slots form.
 
         Raises:
             KeyError: the slot is empty.
             OutOfDeviceMemory: site restore.
         """
         with self.memory.site("restore"):
-            return self.fork(self.slots[number], length)
+            return self.fork(self.slots[source] if isinstance(source, int) else source, length)
 
     def free_slot(self, number: int) -> bool:
         """Empty a slot; whether it held something."""

@@ -231,7 +231,7 @@ class Scheduler:
         length = len(held)
         if length == len(job.ids) and held.logits is None:
             length -= 1  # the answer starts from the last token's logits: compute that token once more
-        return self._engine.restore(slot, length), held.logits if length == len(job.ids) else None
+        return self._engine.restore(held, length), held.logits if length == len(job.ids) else None
 
     def _reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Reserve pages, giving up ended sequences, oldest first, while they do not fit."""
