@@ -34,10 +34,35 @@ def test_hello_inspect_and_the_pages_agree(model: Path, k: str, k_bytes: int, v:
     assert json.loads(found.stdout)["memory"]["kv_per_token"] == per_token
     with DaemonProcess(model, "-ctk", k, "-ctv", v) as daemon:
         daemon.send("HELLO", "- 1 ids=5,6,7 id=r")
-        assert daemon.wait_json("hello")["kv"] == {"k": k, "v": v, "bytes_per_token": per_token}
+        kv = daemon.wait_json("hello")["kv"]
+        assert (kv["k"], kv["v"], kv["bytes_per_token"]) == (k, v, per_token)
         assert daemon.wait_done("r").fields["gen"] == 1
         daemon.send("STATUS")
         assert daemon.wait_json("status")["memory"]["page_bytes"] == 64 * per_token
+
+
+@pytest.mark.parametrize("kv", ["q8_0", "q5_1", "bf16"])
+def test_a_snapshot_on_disk_keeps_the_stored_bytes(model: Path, tmp_path: Path, kv: str) -> None:
+    """Another process goes on from it with the bits of the first one; a daemon of other types refuses it."""
+    flags = (f"--slot-dir={tmp_path}", "--exact")
+    ask = f"- 20 ids={MORE} id=r ignore_eos=1 logprobs=3"
+    with DaemonProcess(model, *flags, "-ctk", kv, "-ctv", kv) as daemon:
+        daemon.send(ask)
+        daemon.wait_done("r")
+        expected = [line for line in daemon.lines if line.startswith("[tok]")]
+        daemon.send(f"- 0 ids={PROMPT} id=f snap=90:0")
+        daemon.wait_done("f")
+        daemon.send("SNAPSHOT 0 held=1 tier=disk")
+        name = daemon.wait_line("[snap] slot=0").rpartition(" hash=")[2]
+    with DaemonProcess(model, *flags, "-ctk", "f16", "-ctv", kv) as daemon:
+        daemon.send(f"LOAD_SNAPSHOT 3 hash={name}")
+        daemon.wait_line("err wrong_snapshot")
+    with DaemonProcess(model, *flags, "-ctk", kv, "-ctv", kv) as daemon:
+        daemon.send(f"LOAD_SNAPSHOT 3 hash={name}")
+        daemon.wait_line("[snap] loaded slot=3 cur_pos=90")
+        daemon.send("RESTORE 3 " + ask)
+        assert daemon.wait_done("r").fields["reused"] == 90
+        assert [line for line in daemon.lines if line.startswith("[tok]")] == expected
 
 
 @pytest.mark.parametrize("kv", ["q8_0", "q4_0", "bf16"])

@@ -135,6 +135,11 @@ def test_every_pair_of_types_is_kept_as_bytes(k: str, v: str) -> None:
         assert (now[:, 1, :, 5:] == old[:, 1, :, 5:]).all()
         assert (now[:, 0, :, :60] == old[:, 0, :, :60]).all()
         assert (now[:, 0, :, 60:] == 0).all()
+    buffer = memoryview(bytearray(7 * store.bytes_per_token))
+    store.read_page(source, 7, buffer)
+    store.write_page(target, 7, buffer)
+    for plane in (stored_bytes(run.k), stored_bytes(run.v)):
+        assert (plane[:, 1, :, :7] == plane[:, 0, :, :7]).all()
 
 
 @pytest.mark.parametrize(("k_type", "v_type"), [("f32", "f16"), *((name, "q4_0") for name in KV_TYPES)])
