@@ -223,7 +223,7 @@ class Engine:
             self._known(sequence)
         for sequence in rows.sequences:
             self.drop(sequence)
-        with self._threads.call(_cost_class(rows, kind), len(rows)):
+        with self._threads.call(kind.value, len(rows)):
             if kind is Kind.PROMPT:
                 outputs = self._forward_prompt(rows, interrupt)
             else:
@@ -445,9 +445,3 @@ class Engine:
             if weight.size >= BIG_WEIGHT and weight.shape not in checked:
                 checked.add(weight.shape)
                 self._ops.check_exact(weight)
-
-
-def _cost_class(rows: Rows, kind: Kind) -> str:
-    """Calls whose seconds for a row compare: pieces of a prompt, and steps of about as many rows."""
-    n = len(rows)
-    return f"{kind.value}-{n.bit_length()}"

@@ -22,15 +22,15 @@ class BlasThreads:
     def __init__(self, adapt: bool) -> None:
         self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers if adapt else []
         self._all = max((library.get_num_threads() for library in self._libraries), default=1)
-        self._choices: dict[str, ThreadChoice] = {}
+        self._choices: dict[tuple[str, int], ThreadChoice] = {}
 
     @contextmanager
     def call(self, kind: str, n_rows: int) -> Iterator[None]:
-        """Around a call over `n_rows` rows; calls of a kind are compared by their seconds for a row."""
+        """Around a call over `n_rows` rows; calls of a kind and about as many rows are compared."""
         if self._all == 1:
             yield
             return
-        choice = self._choices.setdefault(kind, ThreadChoice())
+        choice = self._choices.setdefault((kind, n_rows.bit_length()), ThreadChoice())
         for library in self._libraries:
             library.set_num_threads(self._all if choice.all_threads else 1)
         began = time.perf_counter()
