@@ -138,7 +138,12 @@ def test_slot_commands_reach_the_engine_side_as_they_are(rig: FrontRig, line: st
     assert rig.last().ids is None
 
 
-@pytest.mark.parametrize("name", ["compress", "SNAPSHOT_THIN", "RESTORE_CHAIN"])
-def test_a_verb_that_is_not_here_is_named(rig: FrontRig, name: str) -> None:
-    rig.say(f"{name} 1 2 3 id=r")
-    assert rig.take() == [f"[done] id=r status=err code=unsupported verb={name}"]
+def test_a_verb_that_is_not_here_is_named(rig: FrontRig) -> None:
+    rig.say("compress 1 2 3 id=r")
+    assert rig.take() == ["[done] id=r status=err code=unsupported verb=compress"]
+
+
+@pytest.mark.parametrize("line", ["STORED", f"LOAD_SNAPSHOT 1 hash={'0' * 32}", "SNAPSHOT 1 tier=disk"])
+def test_the_disk_tier_needs_a_folder(rig: FrontRig, line: str) -> None:
+    rig.say(f"{line} id=r")
+    assert rig.take() == ["[done] id=r status=err code=no_slot_dir"]
