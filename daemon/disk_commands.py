@@ -15,13 +15,16 @@ import numpy as np
 
 from slotd.daemon.background import Background, Closed, Steps
 from slotd.daemon.engine import Engine
+from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slot_files import Identity
 from slotd.daemon.kv.slot_store import Image, SlotStore, Stopped
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Line, Submit, ToFront
 from slotd.daemon.slot_chains import check_free_for, filled
 from slotd.daemon.slot_commands import SlotCommands
-from slotd.protocol.errors import RequestError
+from slotd.daemon.weights.identity import content_hash
+from slotd.daemon.weights.reader import open_model
+from slotd.protocol.errors import ModelError, RequestError
 from slotd.protocol.messages import (
     Command,
     Drop,
@@ -187,7 +190,7 @@ class DiskCommands:
     def _identity(self) -> Identity:
         """What snapshots of this daemon depend on; the first call reads the whole model file."""
         if self._known_identity is None:
-            self._known_identity = self._engine.slot_identity(self._store.check_stop)
+            self._known_identity = slot_identity(self._engine, self._store.check_stop)
         return self._known_identity
 
     def _learn_identity(self) -> Steps:
@@ -224,6 +227,25 @@ class DiskCommands:
         if not self._saves[key]:
             del self._saves[key]
             self._after.pop(key, lambda: None)()
+
+
+def slot_identity(engine: Engine, check_stop: Callable[[], None]) -> Identity:
+    """What the K/V of a snapshot depend on beside its ids. Reads the whole model file.
+
+    check_stop: called now and then; may raise.
+
+    Raises:
+        ModelError: the file is not the one that was loaded at start.
+    """
+    with open_model(engine.path) as file:
+        if file.identity != engine.identity:
+            raise ModelError(f"{engine.path}: the file has changed since the daemon started")
+        content = content_hash(engine.path, check_stop)
+    return Identity(
+        model=engine.identity, content=content, k=engine.k_type, v=engine.v_type, window=0,
+        math="exact" if engine.exact else "float32", page=PAGE,
+        page_bytes=PAGE * engine.store.bytes_per_token,
+    )  # fmt: skip
 
 
 def _log_failure(error: Exception | None) -> None:

@@ -8,7 +8,6 @@ sequence is what it was before; open rows of the sequences named in the call are
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from slotd.daemon import blas_threads
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.pages import PAGE, pages_for
-from slotd.daemon.kv.slot_files import Identity
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
@@ -31,7 +29,6 @@ from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
-from slotd.daemon.weights.identity import content_hash
 from slotd.daemon.weights.kv_formats import check_kv_formats
 from slotd.daemon.weights.reader import ModelFile, open_model
 from slotd.protocol.errors import ModelError
@@ -96,10 +93,10 @@ class Engine:
             self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
         )
         self.slots = Slots(self.store.pages, n_slots)
-        self.k_type, self.v_type, self._exact = k_type, v_type, exact
+        self.k_type, self.v_type, self.exact = k_type, v_type, exact
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
-        self._path = file.path
+        self.path = file.path
         self._ops = NumpyOps(self.memory, exact)
         self._threads = BlasThreads(adapt=not exact and not blas_threads.chosen_by_user())
         self._loaded: Model | None = load_model(file, self._ops, self.memory)
@@ -132,9 +129,9 @@ class Engine:
         """
         if self._loaded is not None:
             return False
-        with open_model(self._path) as file:
+        with open_model(self.path) as file:
             if file.identity != self.identity:
-                raise ModelError(f"{self._path}: the file has changed since the daemon started")
+                raise ModelError(f"{self.path}: the file has changed since the daemon started")
             self._loaded = load_model(file, self._ops, self.memory)
         return True
 
@@ -320,24 +317,6 @@ class Engine:
         with self.memory.site("slot_move"):
             pages = self.store.allocate(pages_for(len(ids)))
         return Slot(array("i", ids.astype(np.int32).tobytes()), tuple(pages), None)
-
-    def slot_identity(self, check_stop: Callable[[], None]) -> Identity:
-        """What the K/V of a snapshot depend on beside its ids. Reads the whole model file.
-
-        check_stop: called now and then; may raise.
-
-        Raises:
-            ModelError: the file is not the one that was loaded at start.
-        """
-        with open_model(self._path) as file:
-            if file.identity != self.identity:
-                raise ModelError(f"{self._path}: the file has changed since the daemon started")
-            content = content_hash(self._path, check_stop)
-        return Identity(
-            model=self.identity, content=content, k=self.k_type, v=self.v_type, window=0,
-            math="exact" if self._exact else "float32", page=PAGE,
-            page_bytes=PAGE * self.store.bytes_per_token,
-        )  # fmt: skip
 
     def restore(self, source: int | Slot, length: int | None = None) -> Sequence:
         """A new sequence with the first `length` tokens (default: all) of a slot, or of what slots form.

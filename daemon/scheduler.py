@@ -24,11 +24,11 @@ from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Emit, Finished, Line, Progress, State, Stop, Submit, ToEngine, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupted
-from slotd.daemon.retained import Retained, RetainedSequences, common_prefix
+from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
 from slotd.daemon.sampling import logprobs
 from slotd.daemon.sequence import Sequence
-from slotd.daemon.slot_chains import chain, chain_restored, filled, free_for
+from slotd.daemon.slot_chains import chain, chain_restored, free_for, prefix_in
 from slotd.daemon.slot_commands import SlotCommands, describe
 from slotd.protocol.errors import RequestError, Value
 from slotd.protocol.messages import Park, Prompt, RestoreChain, Restored, SnapInline, SnapInlineFailed, Unpark
@@ -206,32 +206,19 @@ class Scheduler:
 
     def _known_prefix(self, job: Job) -> tuple[Sequence, Logits | None]:
         """A sequence with the longest known prefix of the prompt; its logits when that is all of it."""
+        slots = self._engine.slots
         if job.restore_slot is not None:
-            return self._restored(job, job.restore_slot)
+            length, logits = _reusable(prefix_in(slots, job.restore_slot, "thick", job.ids), job)
+            return self._engine.restore(job.restore_slot, length), logits
         if isinstance(job.command, RestoreChain):
-            return self._forked(job, chain(self._engine.slots, job.command, job.ids))
+            whole = chain(slots, job.command, job.ids)
+            length, logits = _reusable(whole, job)
+            return self._engine.restore(whole, length), logits
         match = self._retained.best_match(job.ids)
         if match is None:
             return self._engine.open(), None
         entry, shared = match
         return self._engine.fork(entry.sequence, shared), None
-
-    def _restored(self, job: Job, slot: int) -> tuple[Sequence, Logits | None]:
-        held = filled(self._engine.slots, slot, "thick")
-        length = len(held.tokens)
-        if len(job.ids) < length:
-            raise RequestError("prefix_shorter", {"slot": slot, "prompt": len(job.ids), "cur_pos": length})
-        shared = common_prefix(job.ids, np.frombuffer(held.tokens, dtype=np.int32))
-        if shared < length:
-            raise RequestError("prefix_mismatch", {"slot": slot, "at": shared, "cur_pos": length})
-        return self._forked(job, held)
-
-    def _forked(self, job: Job, held: Slot) -> tuple[Sequence, Logits | None]:
-        """A sequence that holds what a slot does, which is a prefix of the prompt."""
-        length = len(held)
-        if length == len(job.ids) and held.logits is None:
-            length -= 1  # the answer starts from the last token's logits: compute that token once more
-        return self._engine.restore(held, length), held.logits if length == len(job.ids) else None
 
     def _reserve(self, sequence: Sequence, n_tokens: int) -> None:
         """Reserve pages, giving up ended sequences, oldest first, while they do not fit."""
@@ -426,3 +413,12 @@ class Scheduler:
             "memory": self._engine.memory_report(),
             "totals": dict(self._totals),
         }))  # fmt: skip
+
+
+def _reusable(held: Slot, job: Job) -> tuple[int, Logits | None]:
+    """How much of a snapshot that the prompt starts with is reused, and the logits when that is all of it."""
+    if len(held) < len(job.ids):
+        return len(held), None
+    if held.logits is None:
+        return len(held) - 1, None  # the answer starts from the last token's logits: compute it once more
+    return len(held), held.logits

@@ -52,6 +52,21 @@ def filled(slots: Mapping[int, Slot], number: int, kind: Kind) -> Slot:
     return held
 
 
+def prefix_in(slots: Mapping[int, Slot], number: int, kind: Kind, ids: npt.NDArray[np.int32]) -> Slot:
+    """The slot of this number and kind, all of whose tokens `ids` start with.
+
+    Raises:
+        RequestError: empty_slot, bad_slot, prefix_shorter, prefix_mismatch.
+    """
+    held = filled(slots, number, kind)
+    if len(ids) < len(held):
+        raise RequestError("prefix_shorter", {"slot": number, "prompt": len(ids), "cur_pos": len(held)})
+    shared = common_prefix(ids, np.frombuffer(held.tokens, dtype=np.int32))
+    if shared < len(held):
+        raise RequestError("prefix_mismatch", {"slot": number, "at": shared, "cur_pos": len(held)})
+    return held
+
+
 def chain(slots: Mapping[int, Slot], command: RestoreChain, ids: npt.NDArray[np.int32]) -> Slot:
     """What the slots of a chain hold together, as one snapshot of the first tokens of `ids`.
 
@@ -60,16 +75,15 @@ def chain(slots: Mapping[int, Slot], command: RestoreChain, ids: npt.NDArray[np.
     Raises:
         RequestError: empty_slot, bad_slot, bad_chain, prefix_shorter, prefix_mismatch; each names the slot.
     """
-    whole = Slot(tokens=ids_of(ids[:0]), pages=(), logits=None)
+    whole = Slot(array("i"), (), None)
     if command.thick >= 0:
-        whole = filled(slots, command.thick, "thick")
-        _check_prefix(command.thick, whole, ids)
+        whole = prefix_in(slots, command.thick, "thick", ids)
     for number in command.thins:
         link = filled(slots, number, "thin")
         start = link.kv_start or 0
         if start != len(whole):
             raise RequestError("bad_chain", {"slot": number, "kv_start": start, "expected": len(whole)})
-        _check_prefix(number, link, ids)
+        prefix_in(slots, number, "thin", ids)
         whole = Slot(link.tokens, whole.pages[: start // PAGE] + link.pages, None)
     return whole
 
@@ -79,16 +93,3 @@ def chain_restored(slots: Mapping[int, Slot], command: RestoreChain) -> ChainRes
     last = command.thins[-1] if command.thins else command.thick
     cur_pos = len(slots[last]) if last >= 0 else 0
     return ChainRestored(thick=command.thick, thins=len(command.thins), cur_pos=cur_pos)
-
-
-def ids_of(ids: npt.NDArray[np.int32]) -> array[int]:
-    """Ids as slots keep them."""
-    return array("i", ids.tobytes())
-
-
-def _check_prefix(number: int, held: Slot, ids: npt.NDArray[np.int32]) -> None:
-    if len(ids) < len(held):
-        raise RequestError("prefix_shorter", {"slot": number, "prompt": len(ids), "cur_pos": len(held)})
-    shared = common_prefix(ids, np.frombuffer(held.tokens, dtype=np.int32))
-    if shared < len(held):
-        raise RequestError("prefix_mismatch", {"slot": number, "at": shared, "cur_pos": len(held)})

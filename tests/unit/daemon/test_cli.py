@@ -18,6 +18,7 @@ from slotd.protocol.errors import ConfigError
 
 FLAGS: dict[str, Any] = {
     "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
+    "slot_dir": None, "slot_bytes": None,
     "chunk": 128, "parallel": 4, "slots": 8, "k_type": "f32", "v_type": "f32", "exact": False,
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,

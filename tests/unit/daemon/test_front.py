@@ -26,8 +26,8 @@ VERBS = {
 REFUSED = {
     "nonsense": True, "": True, "- 2 ids=": True, "- 2 ids=5,999": True, "RESTORE 9 - 2 ids=5": True,
     "- 2 ids=5 top_p=7": True, "SNAPSHOT 8": False, "SNAPSHOT": False, "park everything": True,
-    "compress a 5 b": True, "SNAPSHOT_THIN 0 1 0": False, "RESTORE_CHAIN 1 - x 5": True,
-    "generate /no 1 o": False,
+    "compress a 5 b": True, "SNAPSHOT_THIN 8 0 1": False, "RESTORE_CHAIN 1 - x 5": True,
+    "generate /no 1 o": False, "STORED": False, "DROP": False,
 }  # fmt: skip
 
 

@@ -141,3 +141,9 @@ def test_slot_commands_reach_the_engine_side_as_they_are(rig: FrontRig, line: st
 def test_a_verb_that_is_not_here_is_named(rig: FrontRig) -> None:
     rig.say("compress 1 2 3 id=r")
     assert rig.take() == ["[done] id=r status=err code=unsupported verb=compress"]
+
+
+@pytest.mark.parametrize("line", ["STORED", f"LOAD_SNAPSHOT 1 hash={'0' * 32}", "SNAPSHOT 1 tier=disk"])
+def test_the_disk_tier_needs_a_folder(rig: FrontRig, line: str) -> None:
+    rig.say(f"{line} id=r")
+    assert rig.take() == ["[done] id=r status=err code=no_slot_dir"]

@@ -246,7 +246,7 @@ def test_cancel_between_two_layers_drops_the_piece(
     rig.turns(1)
     assert rig.done("a").status == "cancelled"
     monkeypatch.undo()
-    golden = SchedulerRig(rig.engine._path).answer("a", TEXT[:300])
+    golden = SchedulerRig(rig.engine.path).answer("a", TEXT[:300])
     assert rig.answer("b", TEXT[:300]) == golden
     assert rig.done("b").account["reused"] == 128
 
