@@ -249,7 +249,7 @@ def test_stdout_carries_protocol_lines_only_at_the_noisiest_log_level(
         daemon.send("LIST_SLOTS")
         daemon.wait_line("[snap] slots=")
         assert not [line for line in daemon.lines if "hello" in line]
-        assert "a library says hello" in daemon.stderr
+        daemon.wait_stderr("a library says hello")
 
 
 def test_a_limit_that_the_weights_do_not_fit_is_named(tiny_llama: Path) -> None:

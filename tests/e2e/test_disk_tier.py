@@ -274,7 +274,7 @@ def test_a_damaged_file_changes_nothing(tiny_llama: Path, tmp_path: Path, suffix
         assert path.name in {file.name for file in (tmp_path / "bad").iterdir()}
         assert len(stored(daemon)["files"]) == 1
         if place != -1:
-            assert path.name in daemon.stderr
+            daemon.wait_stderr(path.name)
         else:
             assert memory["pages_used"] < 20  # the pages of the load that failed were given back
 
@@ -327,7 +327,7 @@ def _little_room() -> None:
 
 def test_a_second_daemon_only_reads(tiny_llama: Path, tmp_path: Path) -> None:
     with start(tiny_llama, tmp_path) as first, start(tiny_llama, tmp_path) as second:
-        assert "is only read: another daemon writes it" in second.stderr
+        second.wait_stderr("is only read: another daemon writes it")
         reason = f"another daemon writes it (pid {first.process.pid})"
         assert stored(second)["read_only"] == reason
         name = save(first)

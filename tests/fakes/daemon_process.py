@@ -91,6 +91,13 @@ class DaemonProcess:
         """What it has written to stderr so far."""
         return self._stderr.decode(errors="replace")
 
+    def wait_stderr(self, text: str, timeout: float = PATIENCE) -> None:
+        """Wait until `text` stands on its stderr: a thread reads it, beside the lines."""
+        end = time.monotonic() + timeout
+        while text not in self.stderr:
+            assert time.monotonic() < end, self.stderr
+            time.sleep(0.01)
+
     def next_line(self, timeout: float = PATIENCE) -> str:
         """The next line of its stdout."""
         try:
