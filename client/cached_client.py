@@ -23,7 +23,7 @@ from slotd.client.cache_disk import CacheDisk
 from slotd.client.cache_entries import Identity, array_of, as_bytes
 from slotd.client.caches import Caches, Plan
 from slotd.protocol import messages
-from slotd.protocol.errors import ConfigError, DaemonError, SlotdError
+from slotd.protocol.errors import ConfigError, SlotdError
 from slotd.protocol.messages import Prompt, Restore, Snap
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class SlotCache:
         try:
             self._sync(session)
             self._disk.open(session, identity)
-        except DaemonError as error:
+        except SlotdError as error:
             logger.warning("no caches for this daemon: %s", error)
             return
         with self._lock:
@@ -241,7 +241,7 @@ class SlotCache:
             return
         try:
             status = session.ask(commands.Status(self._new_id()))
-        except DaemonError as error:
+        except SlotdError as error:
             logger.info("kept slots stay unused: %s", error)
             return
         slots = status.get("slots")
