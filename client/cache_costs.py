@@ -11,6 +11,9 @@ from slotd.client.cache_entries import WIDTH, shared_tokens
 #: Weight of a new measurement in the running mean.
 WEIGHT = 0.3
 
+#: Trust in a guess before one was made.
+FIRST_TRUST = 0.97
+
 #: Shorter common prefixes are not reused by the daemon on its own.
 MIN_SHARED = 16
 
@@ -59,9 +62,13 @@ class Recent:
     """The sequences that the daemon probably still holds: it keeps those that ended last, and reuses them.
 
     A guess, used only to choose: wrong, it costs computing. `limit` is how many the daemon keeps.
+
+    Attributes:
+        trust: what a guessed token is worth beside one that a slot surely holds.
     """
 
     def __init__(self, limit: int = 4) -> None:
+        self.trust = FIRST_TRUST
         self._ended: deque[bytes] = deque(maxlen=max(1, limit))
 
     def add(self, ids: bytes) -> None:
@@ -72,10 +79,24 @@ class Recent:
         """The daemon has given them up."""
         self._ended.clear()
 
+    def judge(self, expected: int, reused: int) -> None:
+        """So many tokens were expected to be reused, so many were. After a wrong guess nothing is known."""
+        if not expected:
+            return
+        if reused >= expected:
+            self.trust += WEIGHT * (1.0 - self.trust)
+        else:
+            self.trust *= 0.5
+            self.clear()
+
     def expected(self, ids: bytes) -> int:
         """Tokens of the prompt `ids` that a bare prompt would probably not compute again."""
         known = self._shared(ids[:-WIDTH], self._ended)
         return known if known >= MIN_SHARED else 0
+
+    def worth(self, ids: bytes) -> int:
+        """`expected`, discounted by how far it can be trusted."""
+        return int(self.trust * self.expected(ids))
 
     @staticmethod
     def _shared(ids: bytes, sequences: Iterable[bytes]) -> int:

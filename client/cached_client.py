@@ -12,7 +12,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ class _Ticket:
     plan: Plan
     expected: int  # tokens that the daemon was expected to reuse on its own
     restored: bool = False
+    produced: list[int] = field(default_factory=list)
 
 
 class SlotCache:
@@ -94,6 +95,7 @@ class SlotCache:
             callbacks.register_event_callback(messages.Restored, self._take_restored)
             callbacks.register_event_callback(messages.SnapInline, self._take_inline)
             callbacks.register_event_callback(messages.SnapInlineFailed, self._take_inline_failed)
+            callbacks.register_event_callback(messages.Tokens, self._take_tokens)
             callbacks.register_event_callback(messages.Done, self._take_done)
 
     # ----- a daemon begins, the client ends
@@ -184,10 +186,10 @@ class SlotCache:
         raw = as_bytes(request.ids)
         cuts = self._cuts(request)
         with self._lock:
-            expected = self._recent.expected
+            recent = self._recent
             costs = replace(self._costs, load=self._disk.seconds_per_token)
-            plan = self._caches.plan(raw, cuts, costs=costs, expected=expected, restore=restore)
-            return _Ticket(request, plan, 0 if plan.restore is not None else expected(plan.ids))
+            plan = self._caches.plan(raw, cuts, costs=costs, expected=recent.worth, restore=restore)
+            return _Ticket(request, plan, 0 if plan.restore is not None else recent.expected(plan.ids))
 
     def _issue(self, ticket: _Ticket) -> Prompt:
         request, plan = ticket.request, ticket.plan
@@ -299,6 +301,12 @@ class SlotCache:
             if ticket is not None and ticket.plan.reservation is not None:
                 self._caches.ack_untouched(ticket.plan.reservation, event.slot)
 
+    def _take_tokens(self, event: messages.Tokens) -> None:
+        with self._lock:
+            ticket = self._tickets.get(event.id or "")
+            if ticket is not None:
+                ticket.produced.extend(event.ids)
+
     def _take_done(self, done: messages.Done) -> None:
         with self._lock:
             ticket = self._tickets.pop(done.id or "", None)
@@ -331,9 +339,8 @@ class SlotCache:
         restoring = done.fields.get("restore_s")
         if ticket.restored and isinstance(restoring, int | float):
             self._costs = self._costs.measure_restore(float(restoring))
-        if reused < ticket.expected:  # the daemon no longer has what it was thought to have
-            self._recent.clear()
-        self._recent.add(ticket.plan.ids)
+        self._recent.judge(ticket.expected, reused)
+        self._recent.add(ticket.plan.ids + as_bytes(ticket.produced[:-1]))  # the last one is never computed
 
 
 class SecondTry:

@@ -23,9 +23,6 @@ from slotd.client.cache_eviction import full_victim, prefix_victim
 #: A shorter prefix is not worth a slot.
 MIN_PREFIX = 16
 
-#: What is expected of sequences that the daemon keeps on its own is a guess: it counts for a little less.
-GUESS = 0.95
-
 #: Names of all counts, in the order in which they are shown.
 COUNTS = (
     "prefix_hits", "prefix_hit_tokens", "full_hits", "full_hit_tokens", "misses", "passed", "reserved",
@@ -152,7 +149,7 @@ class Caches:
         """Decide what a request for the prompt `raw` starts from and what it leaves behind.
 
         Args:
-            expected: tokens that the daemon would probably reuse on its own.
+            expected: tokens that the daemon would reuse on its own, fewer where that is not sure.
             restore: False: do not start from a slot (one was refused just now).
         """
         costs = costs or Costs()
@@ -177,7 +174,7 @@ class Caches:
     def _choose(self, found: list[Entry], costs: Costs, expected: int) -> Entry | None:
         """The entry that saves most time, when that is more than the daemon would save on its own."""
         best: Entry | None = None
-        most = GUESS * (costs.saved(expected) + costs.restore)
+        most = costs.saved(expected) + costs.restore
         for entry in found:
             saved = costs.saved(entry.length, cold=entry.slot is None)
             if saved > 0 and saved >= most:

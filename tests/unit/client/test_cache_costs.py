@@ -39,6 +39,21 @@ def test_what_the_daemon_probably_still_has() -> None:
     assert recent.expected(tokens(*[8] * 30)) == 0
 
 
+def test_trust_grows_with_right_guesses_and_halves_with_a_wrong_one() -> None:
+    recent = Recent()
+    recent.add(tokens(*range(100)))
+    prompt = tokens(*range(120))
+    before = recent.trust
+    assert recent.worth(prompt) == int(100 * before)
+    recent.judge(100, 100)
+    assert before < recent.trust < 1
+    recent.judge(0, 0)  # nothing was expected
+    assert recent.expected(prompt) == 100
+    recent.judge(100, 99)
+    assert recent.trust < 0.5
+    assert recent.expected(prompt) == 0
+
+
 @pytest.mark.parametrize(
     ("a", "b", "shared"),
     [((), (), 0), ((1,), (2,), 0), ((1, 2, 3), (1, 2, 4), 2), ((1, 2), (1, 2, 3), 2), ((256,), (1,), 0)],

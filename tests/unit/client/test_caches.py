@@ -174,7 +174,7 @@ def test_what_the_daemon_still_has_is_not_restored() -> None:
     keep(made, A)
     assert ask(made, AAA, expected=lambda ids: 60).restore is None  # it would reuse 60, the slot has 40
     assert ask(made, AAA, expected=lambda ids: 20).restore is not None
-    assert ask(made, ids(SYSTEM, (2, 20), (8, 9)), expected=lambda ids: 40).restore is not None  # certain
+    assert ask(made, ids(SYSTEM, (2, 20), (8, 9)), expected=lambda ids: 40).restore is not None  # sure
 
 
 def test_off() -> None:
