@@ -240,3 +240,44 @@ def test_histories_give_the_answers_of_a_fresh_daemon(
     stats = cached.cache_stats()
     assert stats["pending"] == 0
     assert set(cached.slots()) <= set(range(4))
+
+
+# --------------------------------------------------------------------------------------------------
+# Over restarts
+
+
+def test_a_restarted_daemon_goes_on_from_disk(model: Path, fresh: Client, tmp_path: Path) -> None:
+    """Field report 18: after save, restart and restore little is computed, and the answer says so."""
+
+    def run(cache_dir: Path, turn: int, messages: list[Message]) -> Completion:
+        flags = [*FLAGS, f"--slot-dir={tmp_path / 'slots'}"]
+        with Client(model, daemon_args=flags, prefix_slots=2, cache_dir=cache_dir) as client:
+            return take_turn(client, messages, turn)
+
+    messages = [SYSTEM]
+    assert run(tmp_path / "ids", 0, messages).cached_tokens == 0
+    expected = take_turn(fresh, list(messages), 1)
+    answer = run(tmp_path / "ids", 1, messages)
+    assert "restore" in answer.stages
+    assert answer.cached_tokens > 100
+    assert answer.ids == expected.ids
+    assert run(tmp_path / "ids", 2, messages).cached_tokens > answer.cached_tokens
+    assert run(tmp_path / "other", 3, list(messages)).cached_tokens == 0  # who does not know the ids has none
+    assert not [path for path in (tmp_path / "ids").iterdir() if path.name.startswith(".")]
+
+
+def test_damaged_files_of_either_side_cost_a_hit_only(model: Path, fresh: Client, tmp_path: Path) -> None:
+    """Field report 30."""
+    flags = [*FLAGS, f"--slot-dir={tmp_path / 'slots'}"]
+    messages = [SYSTEM]
+    with Client(model, daemon_args=flags, prefix_slots=2, cache_dir=tmp_path / "ids") as client:
+        take_turn(client, messages, 0)
+    for path in [*(tmp_path / "slots").rglob("*"), *(tmp_path / "ids").glob("*.meta.json")]:
+        if path.is_file() and path.stat().st_size:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(data)
+    expected = take_turn(fresh, list(messages), 1)
+    with Client(model, daemon_args=flags, prefix_slots=2, cache_dir=tmp_path / "ids") as client:
+        answer = take_turn(client, messages, 1)
+    assert (answer.ids, answer.cached_tokens) == (expected.ids, 0)
