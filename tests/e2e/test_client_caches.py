@@ -63,9 +63,10 @@ def share(answers: list[Completion]) -> float:
 
 @pytest.mark.model
 def test_sixteen_growing_turns_with_four_slots(default_model: Path) -> None:
-    """Field report 17: with full slots the restore point must go on rising.
+    """The product as a whole, one conversation: a long system message, short turns, the model's own answers.
 
-    A system message as agents have it, short turns, and the model's own answers sent back.
+    The share is that of the sequences which the daemon keeps on its own; without slots it is the same. What
+    must hold here is that the caches never make it worse. What slots do alone is the next test.
     """
     rules = "Answer in one short sentence. Never invent a fact, a name or a number. " * 14
     messages = [{"role": "system", "content": rules}]
@@ -84,19 +85,29 @@ def test_sixteen_growing_turns_with_four_slots(default_model: Path) -> None:
     assert stats["confirmed"] >= 15
 
 
-def test_the_slots_alone_keep_a_conversation_going(model: Path) -> None:
-    """Other prompts push the conversation out of what the daemon keeps: only the slots are left."""
-    with client_of(model, 4) as client:
+@pytest.mark.parametrize("prefix", [0, 4])
+def test_the_slots_alone_keep_a_conversation_going(model: Path, prefix: int) -> None:
+    """Field report 17: with full slots the restore point must go on rising.
+
+    Other prompts push the conversation out of what the daemon keeps: only the slots are left, and without
+    them nothing is.
+    """
+    with client_of(model, prefix) as client:
         messages = [SYSTEM]
-        cached = []
-        for turn in range(12):
-            answer = take_turn(client, messages, turn)
-            cached.append(answer.cached_tokens)
-            if turn:
-                assert "restore" in answer.stages, turn
+        answers = []
+        for turn in range(16):
+            answers.append(take_turn(client, messages, turn))
             for other in range(4):
                 client.generate([turn + 3, other + 40, *range(3, 23)], max_tokens=1)
-        assert all(later > before for before, later in pairwise(cached[1:]))
+        hits = client.cache_stats()["prefix_hits"]
+    cached = [answer.cached_tokens for answer in answers]
+    if not prefix:
+        assert cached == [0] * 16
+        return
+    assert all("restore" in answer.stages for answer in answers[1:])
+    assert all(later > before for before, later in pairwise(cached[1:]))
+    assert hits == 15
+    assert share(answers[2:]) >= 0.75
 
 
 @pytest.mark.parametrize("prefix", [0, 8])
