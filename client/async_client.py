@@ -181,6 +181,10 @@ class AsyncClient:
         """See `Client.props`."""
         return await self.run(self._client.props)
 
+    def cache_stats(self) -> dict[str, Any]:
+        """See `Client.cache_stats`."""
+        return self._client.cache_stats()
+
     # ----- listening: callbacks run in the reader thread, not in the event loop
 
     def on_all_cleared(self, callback: Callable[[AllCleared], None]) -> None:
@@ -222,10 +226,13 @@ class AsyncStream:
     async def start(self) -> Self:
         """Send the request. Raises what `Client.stream` raises."""
         if self._stream is None:
-            loop = asyncio.get_running_loop()
             self._stream = await self._client.run(self._client._client.begin, *self._arguments)
-            self._stream.command.listen(partial(loop.call_soon_threadsafe, self._grown.set))
+            self._listen(self._stream)
         return self
+
+    def _listen(self, stream: Stream) -> None:
+        wake = asyncio.get_running_loop().call_soon_threadsafe
+        stream.command.listen(partial(wake, self._grown.set))
 
     @property
     def id(self) -> str:
@@ -249,6 +256,9 @@ class AsyncStream:
             chunk = stream.process(await self._wait(stream))
             if stream.wants_cancel:
                 await self._client.run(stream.begin_cancel)
+            if stream.wants_resend:
+                await self._client.run(stream.resend)
+                self._listen(stream)
             if chunk is not None:
                 return chunk
         raise StopAsyncIteration

@@ -15,7 +15,7 @@ import click
 
 from slotd.client.failure import EXIT_FAILED, exit_code, explain
 from slotd.client.flags import MODEL_FLAGS, SAMPLING_FLAGS, EngineArgs, Flag, engine_args, sampling_params
-from slotd.client.params import DEFAULTS
+from slotd.client.params import DEFAULTS, PREFIX_SLOTS
 from slotd.protocol.errors import SlotdError
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
@@ -95,11 +95,18 @@ verbose_option = click.option(
 )  # fmt: skip
 
 
-def _spawn(model: Path, engine: EngineArgs, pre: str | None) -> Client:
+def _spawn(model: Path, engine: EngineArgs, pre: str | None, prefix_slots: int = 0) -> Client:
     from slotd.client.client import Client
     from slotd.client.daemon_log import show_warning
 
-    return Client(model, daemon_args=engine.argv(), pre=pre, log=show_warning)
+    return Client(model, daemon_args=engine.argv(), pre=pre, log=show_warning, prefix_slots=prefix_slots)
+
+
+prefix_slots_option = click.option(
+    "--prefix-slots", cls=Option, section="Model and daemon", type=click.IntRange(0), metavar="N",
+    default=PREFIX_SLOTS, show_default=True,
+    help="Slots of the daemon that keep prefixes of prompts for later ones; 0 is none.",
+)  # fmt: skip
 
 
 def _model_path(explicit: str | None, *, fetch: bool = True) -> Path:
@@ -161,8 +168,9 @@ def inspect(args: tuple[str, ...]) -> None:
 @click.option("--system", metavar="TEXT", help="System message.")
 @sampling_options
 @model_options
+@prefix_slots_option
 @verbose_option
-def chat(model: str | None, pre: str | None, system: str | None, **given: Any) -> int:
+def chat(model: str | None, pre: str | None, system: str | None, prefix_slots: int, **given: Any) -> int:
     """Chat on the terminal, or with lines from stdin.
 
     Without a terminal every line of stdin is one turn of one conversation (three double quotes open and
@@ -173,7 +181,7 @@ def chat(model: str | None, pre: str | None, system: str | None, **given: Any) -
 
     engine, params = engine_args(given), sampling_params(given)
     path = _model_path(model)
-    with _spawn(path, engine, pre) as client:
+    with _spawn(path, engine, pre, prefix_slots) as client:
         return chat_session.run(client, path.name, params, system)
 
 
@@ -211,10 +219,12 @@ def generate(
 @click.option("--stream", is_flag=True, help="Also write pieces of answers as they are made (output - only).")
 @sampling_options
 @model_options
+@prefix_slots_option
 @verbose_option
 def batch(
-    source: str, out: str | None, resume: bool, stream: bool, model: str | None, pre: str | None, **given: Any
-) -> int:
+    source: str, out: str | None, resume: bool, stream: bool, model: str | None, pre: str | None,
+    prefix_slots: int, **given: Any,
+) -> int:  # fmt: skip
     """Answer a JSON lines file of jobs.
 
     IN and OUT may be - for stdin and stdout: then lines are answered as they come. A file is finished by a
@@ -234,7 +244,7 @@ def batch(
     path = _model_path(model)
     settings = (path.name, path.stat().st_size, engine.deciding(), pre)
     return batch_run.run(
-        files, lambda: _spawn(path, engine, pre),
+        files, lambda: _spawn(path, engine, pre, prefix_slots),
         parallel=engine.parallel or 4, defaults=params, model=path.name, settings=settings,
     )  # fmt: skip
 
@@ -302,7 +312,7 @@ def try_(model: str | None, pre: str | None, **given: Any) -> int:
 
     engine = engine_args(given)
     path = _model_path(model)
-    with _spawn(path, engine, pre) as client:
+    with _spawn(path, engine, pre, PREFIX_SLOTS) as client:
         if sys.stdin.isatty() and sys.stdout.isatty():
             return chat_session.run(client, path.name, dict(DEFAULTS), None)
         click.echo(f"> {oneshot.BUILT_IN.text}", err=True)

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from slotd.client import commands
 from slotd.client.bus import Callbacks
+from slotd.client.cached_client import SlotCache
 from slotd.client.completion import Assembler, Completion
 from slotd.client.failure import ClientClosedError
 from slotd.client.generation import Generation, GenerationArgs
+from slotd.client.params import PREFIX_SLOTS
 from slotd.client.process import DaemonProcess, daemon_argv
 from slotd.client.session import Session
 from slotd.client.stream import Stream
 from slotd.client.text import TextTools
 from slotd.client.transport import Pipe
+from slotd.protocol.errors import ConfigError, SlotdError
 from slotd.protocol.messages import AllCleared, Event, Json
 
 if TYPE_CHECKING:
@@ -51,6 +54,12 @@ class Client:
         restart: whether a call after the daemon's death starts a new one.
         command: argv to run in place of ``python -m slotd.daemon daemon MODEL``, for a wrapper.
         log: called with every line of the daemon's stderr (from a thread of the client's).
+        prefix_slots: slots of the daemon, from 0 on, that hold prefixes of prompts for later ones; 0: none.
+            Answers stay the same, and `Completion.cached_tokens` says what it saved. A request with `slot`
+            or `snap`, and a slot given to `snapshot`, are left alone.
+        full_slots: slots behind these that hold whole prompts, for requests that repeat.
+        cache_dir: folder in which the client remembers what the daemon has on disk (``--slot-dir``), so that
+            another client finds it again. It holds the ids of prompts.
 
     Raises:
         ModelError: the model file is missing or cannot be used.
@@ -71,12 +80,15 @@ class Client:
         restart: bool = True,
         command: Sequence[str] | None = None,
         log: Callable[[str], None] | None = None,
+        prefix_slots: int = PREFIX_SLOTS,
+        full_slots: int = 0,
+        cache_dir: str | Path | None = None,
     ) -> None:
         if command is None:
             from slotd.client.fetch import resolve_model
 
             model = resolve_model(None if model is None else str(model), fetch=model is None)
-        self._prepare(model, pre, start_timeout, reply_timeout)
+        self._prepare(model, pre, start_timeout, reply_timeout, prefix_slots, full_slots, cache_dir)
         self._argv = [*command, *daemon_args] if command is not None else daemon_argv(str(model), daemon_args)
         self._env = env
         self._restart = restart
@@ -84,6 +96,7 @@ class Client:
         self._text.load()  # meanwhile the daemon loads the weights
         self._session = self._spawn()
         self._adopt_model()
+        self._cache.start(self._session, self._text)
 
     @classmethod
     def attach(
@@ -95,6 +108,9 @@ class Client:
         start_timeout: float = 300.0,
         reply_timeout: float = 10.0,
         pre: str | None = None,
+        prefix_slots: int = 0,
+        full_slots: int = 0,
+        cache_dir: str | Path | None = None,
     ) -> Self:
         """A client of a daemon that somebody else runs.
 
@@ -103,6 +119,8 @@ class Client:
             stdout: its standard output, likewise. Nobody else may read it from now on.
             model: its GGUF file, for the tokenizer; None: the file that the daemon names, if it is there.
                 Without one prompts and answers are ids only.
+            prefix_slots, full_slots, cache_dir: as for `Client`, but off unless asked for: these slots are
+                emptied, and must be nobody else's.
 
         `close` leaves the pipes open and the daemon running. There is no restart.
 
@@ -110,7 +128,7 @@ class Client:
             DaemonStartError: no answer to HELLO within `start_timeout` seconds.
         """
         self = cls.__new__(cls)
-        self._prepare(model, pre, start_timeout, reply_timeout)
+        self._prepare(model, pre, start_timeout, reply_timeout, prefix_slots, full_slots, cache_dir)
         self._restart = False
         self._session = Session.attach(
             stdin,
@@ -121,10 +139,18 @@ class Client:
             reply_timeout=reply_timeout,
         )
         self._adopt_model()
+        self._cache.start(self._session, self._text)
         return self
 
     def _prepare(
-        self, model: str | Path | None, pre: str | None, start_timeout: float, reply_timeout: float
+        self,
+        model: str | Path | None,
+        pre: str | None,
+        start_timeout: float,
+        reply_timeout: float,
+        prefix_slots: int,
+        full_slots: int,
+        cache_dir: str | Path | None,
     ) -> None:
         self._text = TextTools(None if model is None else Path(model), pre)
         self._pre = pre
@@ -135,6 +161,13 @@ class Client:
         self._callbacks.register_event_callback(AllCleared, self._take_all_cleared)
         self._all_cleared: list[Callable[[AllCleared], None]] = []
         self._new_id = commands.IdSource()
+        self._cache = SlotCache(
+            self._callbacks,
+            self._new_id,
+            prefix_slots=_slot_count("prefix_slots", prefix_slots),
+            full_slots=_slot_count("full_slots", full_slots),
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+        )
         self._epoch = 0
         self._last_id: str | None = None
         self._closed = False
@@ -179,6 +212,7 @@ class Client:
             self._last_id = None
             # Nothing of the old daemon is left: for whoever keeps account of slots that is a clearing.
             self._callbacks.run_event(AllCleared(epoch=self._epoch))
+            self._cache.start(self._session, self._text)
             return self._session
 
     def close(self) -> None:
@@ -190,6 +224,7 @@ class Client:
             if not self._closed:
                 self._closed = True
                 self._session.close()
+                self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,6 +325,10 @@ class Client:
         tokenizer = self._text.tokenizer_for(needs_text)
         session = self.live()
         request = generation.command(self._new_id(), ids, max_ctx=int(session.hello.get("max_ctx", 0)))
+        if generation.snap is not None:
+            self._cache.claim(generation.snap.slot)
+        elif generation.slot is None:
+            request = self._cache.dress(session, request)
         command = commands.Generation(request)
         command.result.add_done_callback(lambda _: self._remember(command.id))
         assembler = Assembler(
@@ -299,8 +338,13 @@ class Client:
             stop_ids=generation.stop_ids,
             on_progress=generation.on_progress,
         )
-        session.send(command)
-        return Stream(session, command, assembler, generation.timeout)
+        again = self._cache.second_try(request)
+        try:
+            session.send(command)
+        except SlotdError as error:
+            again.unsent(command.id, error)
+            raise
+        return Stream(session, command, assembler, generation.timeout, again)
 
     def _remember(self, id: str) -> None:
         self._last_id = id
@@ -321,10 +365,12 @@ class Client:
             RequestError: ``bad_slot``, ``nothing_to_snapshot``, ``oom`` ...; the slot is as it was.
         """
         of = of or self._last_id
+        self._cache.claim(slot)
         return int(self._ask(commands.Snapshot(self._new_id(), slot, of)))
 
     def free_slot(self, slot: int) -> None:
         """Empty `slot`. Raises RequestError (``bad_slot``)."""
+        self._cache.unclaim(slot)
         self._ask(commands.FreeSnapshot(self._new_id(), slot))
 
     def slots(self) -> tuple[int, ...]:
@@ -338,6 +384,15 @@ class Client:
     def props(self) -> dict[str, Any]:
         """The object of ``[props]``: settings, and what is ``inactive`` and why."""
         return dict(self._ask(commands.Props(self._new_id())))
+
+    def cache_stats(self) -> dict[str, Any]:
+        """What the caches hold, and what they did since the client was made.
+
+        ``active`` (False: the daemon has no slots for them, or they are off), ``epoch``, ``prefix`` and
+        ``full`` (slots, entries, tokens, cold), ``pending``, ``costs``, and counts, which survive eviction,
+        clearings and restarts: ``prefix_hits``, ``misses``, ``confirmed``, ``aborted`` ...
+        """
+        return self._cache.stats()
 
     def _ask(self, command: commands.Command) -> Any:
         return self.live().ask(command)
@@ -370,3 +425,9 @@ class Client:
                 callback(event)
             except Exception:
                 logger.exception("an on_all_cleared callback failed")
+
+
+def _slot_count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name} must be a number of slots, 0 or more, not {value!r}")
+    return value

@@ -194,6 +194,27 @@ class ListSlots(Command):
             self._answer(event.slots)
 
 
+class Stored(_Json):
+    """STORED; the result is its object. It may wait for the engine."""
+
+    immediate = False
+    kind = "stored"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(messages.Stored(id=id))
+
+
+class LoadSnapshot(Command):
+    """LOAD_SNAPSHOT; the result is the event that says slot and length."""
+
+    def __init__(self, id: str, slot: int, hash: str) -> None:
+        super().__init__(messages.LoadSnapshot(id=id, slot=slot, hash=hash))
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, messages.SnapLoaded):
+            self._answer(event)
+
+
 class Cancel(Command):
     """CANCEL; `target` is the id of another request. The result: whether it was still open."""
 

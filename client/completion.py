@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slotd.client.failure import done_error
 from slotd.protocol.errors import RequestError, Value
-from slotd.protocol.messages import Done, Event, Prefill, TokenLogprob, Tokens
+from slotd.protocol.messages import Done, Event, Prefill, Restored, SnapInline, TokenLogprob, Tokens
 
 if TYPE_CHECKING:
     from slotd.client.tokenizer import Tokenizer
@@ -52,6 +52,8 @@ class Completion:
         seed: the seed that was used, also when none was given.
         logprobs: one per id when they were asked for, else empty.
         timings: seconds by stage (``prefill_s``, ``decode_s`` ...); the stages sum up to ``wall_s``.
+        stages: what was done, in this order: ``restore`` (it began with a slot), ``reuse`` (with tokens that
+            the daemon still had), ``prefill``, ``snapshot`` (a slot was filled), ``decode``.
         epoch: the daemon's slot epoch when the request ended.
         id: the request id (`Client.snapshot` takes it as `of`).
     """
@@ -66,6 +68,7 @@ class Completion:
     seed: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
+    stages: tuple[str, ...] = ()
     epoch: int = 0
     id: str = ""
 
@@ -79,6 +82,7 @@ class Completion:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "seed": self.seed,
+            "stages": list(self.stages),
             "timings": dict(self.timings),
         }
         if self.logprobs:
@@ -116,6 +120,7 @@ class Assembler:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
+        self._slots_used: set[str] = set()
         self._silent = frozenset(stop_ids)
         self._detokenizer = None
         self._stops = None
@@ -139,6 +144,10 @@ class Assembler:
                 return self._done(event)
             case Prefill() if self._on_progress is not None:
                 self._on_progress(event.at, event.of)
+            case Restored():
+                self._slots_used.add("restore")
+            case SnapInline():
+                self._slots_used.add("snapshot")
         return None
 
     def _tokens(self, event: Tokens) -> Chunk | None:
@@ -197,10 +206,21 @@ class Assembler:
             seed=_integer(fields, "seed"),
             logprobs=tuple(self._logprobs),
             timings={key: float(value) for key, value in fields.items() if _is_time(key, value)},
+            stages=self._stages(_integer(fields, "prompt") or 0, _integer(fields, "reused") or 0),
             epoch=_integer(fields, "epoch") or 0,
             id=self.id,
         )
         return Chunk(tail) if tail else None
+
+    def _stages(self, prompt: int, reused: int) -> tuple[str, ...]:
+        happened = {
+            "restore": "restore" in self._slots_used,
+            "reuse": reused > 0 and "restore" not in self._slots_used,
+            "prefill": prompt > reused,
+            "snapshot": "snapshot" in self._slots_used,
+            "decode": bool(self._ids),
+        }
+        return tuple(stage for stage, did in happened.items() if did)
 
 
 def _integer(fields: Mapping[str, Value], name: str) -> int | None:

@@ -17,6 +17,9 @@ from slotd.protocol.errors import ConfigError
 #: Checked values by name, ready to be passed on as keyword arguments.
 ParamDict = dict[str, Any]
 
+#: Slots of the daemon for prefixes of prompts, unless said otherwise: half of its usual eight.
+PREFIX_SLOTS = 4
+
 INT31 = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512

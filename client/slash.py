@@ -83,6 +83,14 @@ def _slots(chat: Chat, argument: str) -> None:
     total: Any = chat.client.hello.get("slots", "?")
     shown = ", ".join(map(str, occupied)) or "none"
     chat.ui.notice(f"occupied slots: {shown} (of {total})")
+    stats = chat.client.cache_stats()
+    prefix = stats["prefix"]
+    if not stats["active"]:
+        chat.ui.notice("the prefix cache is off")
+        return
+    names = ("prefix_hits", "prefix_hit_tokens", "passed", "misses", "confirmed", "aborted", "cleared")
+    chat.ui.notice(f"prefix cache: {prefix['entries']} of {prefix['slots']} slots, {prefix['tokens']} tokens")
+    chat.ui.table([(name, str(stats[name])) for name in names])
 
 
 def _quit(chat: Chat, argument: str) -> None:

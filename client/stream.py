@@ -6,7 +6,7 @@ import logging
 import queue
 import time
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 from slotd.client import commands
 from slotd.client.completion import Assembler, Chunk, Completion
@@ -16,6 +16,19 @@ from slotd.protocol.errors import DaemonDiedError, DaemonError, DaemonTimeoutErr
 from slotd.protocol.messages import Event
 
 logger = logging.getLogger(__name__)
+
+
+class Again(Protocol):
+    """Who knows how to send a request again whose slot was refused (`cached_client.SecondTry`)."""
+
+    def wanted(self, event: Event) -> bool:
+        """Whether `event` is such a refusal."""
+
+    def request(self, id: str) -> messages.Prompt | None:
+        """The request without the slot."""
+
+    def unsent(self, id: str, error: SlotdError) -> None:
+        """It could not be sent."""
 
 
 class Stream:
@@ -29,9 +42,15 @@ class Stream:
     """
 
     def __init__(
-        self, session: Session, command: commands.Generation, assembler: Assembler, timeout: float | None
+        self,
+        session: Session,
+        command: commands.Generation,
+        assembler: Assembler,
+        timeout: float | None,
+        again: Again | None = None,
     ) -> None:
         self.id = command.id
+        self._again = again
         self._session = session
         self.command = command
         self._assembler = assembler
@@ -39,6 +58,8 @@ class Stream:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._cancel_deadline: float | None = None
         self._timed_out = False
+        self._cancel_asked = False
+        self._refusal: Event | None = None
         self._error: SlotdError | None = None
 
     # ----- reading
@@ -59,6 +80,8 @@ class Stream:
             chunk = self.process(self._wait())
             if self.wants_cancel:
                 self.begin_cancel()
+            if self.wants_resend:
+                self.resend()
             if chunk is not None:
                 return chunk
         raise StopIteration
@@ -126,6 +149,9 @@ class Stream:
         if isinstance(item, DaemonError):
             self._session.death_told |= isinstance(item, DaemonDiedError)
             self._fail(item)
+        if self._again is not None and self._again.wanted(item):
+            self._refusal = item
+            return None
         try:
             chunk = self._assembler.feed(item)
         except SlotdError as error:
@@ -143,6 +169,37 @@ class Stream:
         """Whether a stop string has been found while the daemon still generates."""
         return self._assembler.stopped_by is not None and not self.ended
 
+    @property
+    def wants_resend(self) -> bool:
+        """Whether the slot to start from was not what it should be: `resend` must be called."""
+        return self._refusal is not None
+
+    def resend(self) -> None:
+        """Send the request again, under its id, without the slot. Once; nothing of the answer had come.
+
+        Raises:
+            RequestError: it cannot be sent again, and failed as the daemon said.
+            DaemonDiedError, DaemonTimeoutError: it cannot be sent.
+        """
+        assert self._refusal is not None
+        assert self._again is not None
+        refusal, again, self._refusal, self._again = self._refusal, self._again, None, None
+        if self._cancel_asked:
+            self.process(messages.Done(id=self.id, status="cancelled"))
+            return
+        request = again.request(self.id)
+        if request is None:
+            self.process(refusal)
+            return
+        command = commands.Generation(request)
+        self.command = command
+        try:
+            self._session.send(command)
+        except SlotdError as error:
+            again.unsent(self.id, error)
+            self._error = error
+            raise
+
     def _fail(self, error: SlotdError) -> NoReturn:
         self._error = error
         self._session.bus.remove(self.command)
@@ -156,6 +213,7 @@ class Stream:
         Raises:
             DaemonDiedError, DaemonTimeoutError: it cannot be asked.
         """
+        self._cancel_asked = True
         if self.command.state is commands.State.DONE:
             return False
         self._mark_cancelling()
@@ -173,6 +231,7 @@ class Stream:
 
     def begin_cancel(self) -> None:
         """Write CANCEL once, without waiting for its answer."""
+        self._cancel_asked = True
         if self.command.state is commands.State.ACTIVE:
             self._mark_cancelling()
             self._session.send(commands.Cancel(self.id))

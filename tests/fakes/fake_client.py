@@ -79,6 +79,7 @@ class FakeClient:
             "model": {"identity": "abc", "arch": "llama"},
         }
         self.tokenizer = SimpleNamespace(chat_template="x", vocab_size=300)
+        self.caching = True
         self.closed = False
         self._lock = threading.Lock()
 
@@ -93,6 +94,12 @@ class FakeClient:
 
     def slots(self) -> tuple[int, ...]:
         return (0, 3)
+
+    def cache_stats(self) -> dict[str, Any]:
+        names = ("prefix_hits", "prefix_hit_tokens", "passed", "misses", "confirmed", "aborted", "cleared")
+        counts = {name: index for index, name in enumerate(names)}
+        prefix = {"slots": 4, "entries": 2, "tokens": 96, "cold": 0}
+        return {"active": self.caching, "prefix": prefix, **counts}
 
     def status(self) -> dict[str, Any]:
         return {"memory": {"live": {"weights": 1000}}}

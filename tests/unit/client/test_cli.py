@@ -37,12 +37,19 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def spawned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str], str | None]]:
+def slots() -> list[int]:
+    """The prefix slots of each daemon of `spawned`."""
+    return []
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch, slots: list[int]) -> list[tuple[Path, list[str], str | None]]:
     """What daemons were asked for; a fake client is given in their place."""
     found: list[tuple[Path, list[str], str | None]] = []
 
-    def spawn(path: Path, engine: Any, pre: str | None) -> FakeClient:
+    def spawn(path: Path, engine: Any, pre: str | None, prefix_slots: int = 0) -> FakeClient:
         found.append((path, engine.argv(), pre))
+        slots.append(prefix_slots)
         return FakeClient()
 
     monkeypatch.setattr(cli, "_spawn", spawn)
@@ -324,6 +331,37 @@ def test_batch_runs_as_many_jobs_as_the_daemon_takes(
     assert run("batch", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "-m", model, *given) == 1
     assert seen == [parallel]
     assert spawned[0][1] == [f"--parallel={parallel}"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [([], 4), (["--prefix-slots", "0"], 0), (["--prefix-slots=7"], 7)]
+)
+@pytest.mark.parametrize("command", ["chat", "batch"])
+def test_chat_and_batch_keep_prefixes(
+    model: str,
+    spawned: list[Any],
+    slots: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    given: list[str],
+    wanted: int,
+) -> None:
+    def batch(files: Any, open_client: Any, **options: Any) -> int:
+        open_client()
+        return 0
+
+    monkeypatch.setattr(batch_run, "run", batch)
+    monkeypatch.setattr(chat_session, "run", lambda *args: 0)
+    (tmp_path / "in").write_text("")
+    files = [str(tmp_path / "in"), "-o", str(tmp_path / "out")] if command == "batch" else []
+    assert run(command, *files, "-m", model, *given) == 0
+    assert slots == [wanted]
+
+
+def test_one_question_keeps_no_prefixes(model: str, spawned: list[Any], slots: list[int]) -> None:
+    assert run("generate", "x", "-m", model) == 0
+    assert slots == [0]
 
 
 def test_try_answers_the_built_in_question(

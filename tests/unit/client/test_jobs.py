@@ -174,6 +174,7 @@ def test_native_record() -> None:
         "prompt_tokens": 10,
         "cached_tokens": 4,
         "seed": 7,
+        "stages": [],
         "timings": answer.timings,
         "logprobs": [
             {"id": 5, "logprob": -0.5, "top": [[5, -0.5], [9, -1.5]]},

@@ -139,7 +139,12 @@ def test_stats(chat: Chat, ui: FakeUi) -> None:
 
 def test_slots(chat: Chat, ui: FakeUi) -> None:
     assert slash.run(chat, "/slots")
-    assert ui.notices == ["occupied slots: 0, 3 (of 8)"]
+    assert ui.notices == ["occupied slots: 0, 3 (of 8)", "prefix cache: 2 of 4 slots, 96 tokens"]
+    assert ui.tables[-1][0] == ("prefix_hits", "0")
+    assert isinstance(chat.client, FakeClient)
+    chat.client.caching = False
+    assert slash.run(chat, "/slots")
+    assert ui.notices[-1] == "the prefix cache is off"
 
 
 def test_a_dead_daemon_is_an_error_line(chat: Chat, ui: FakeUi, monkeypatch: pytest.MonkeyPatch) -> None:
