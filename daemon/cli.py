@@ -14,7 +14,14 @@ from typing import IO, Any
 import click
 from click.core import ParameterSource
 
-from slotd.daemon.config import Config, Inactive, parse_size, parse_stream_fd
+from slotd.daemon.config import (
+    Config,
+    Inactive,
+    parse_host_cache,
+    parse_size,
+    parse_stream_fd,
+    source_trim_tokens,
+)
 from slotd.daemon.log import check_descriptor, fill_standard_descriptors, guard_stdout, setup_logging
 from slotd.protocol.errors import ConfigError, ModelError, SlotdError
 
@@ -184,6 +191,31 @@ def main() -> None:
 @click.option(
     "--memory-limit", envvar="SLOTD_MEMORY_LIMIT", metavar="SIZE", help="Most device memory, e.g. 4GiB."
 )
+@click.option(
+    "--oom-policy",
+    default="ladder",
+    show_default=True,
+    envvar="SLOTD_OOM_POLICY",
+    metavar="POLICY",
+    help="What running out of memory costs: ladder gives up as little as it can, step by step, and goes on; "
+    "seed frees all slots and ends the request.",
+)
+@click.option(
+    "--host-cache",
+    envvar="SLOTD_HOST_CACHE",
+    metavar="SIZE",
+    help="Host memory for slots that had to leave the device, 0 = none [default: a quarter of what is free].",
+)
+@click.option(
+    "--prefill-pool-trim-tokens",
+    "trim_tokens",
+    type=int,
+    envvar="SLOTD_PREFILL_POOL_TRIM_TOKENS",
+    metavar="N",
+    help="In a long prompt, release cached memory blocks every N tokens, 0 = never [default: 0]. Each trim "
+    "waits for the device and makes it set up its buffers again: below some thousand tokens it costs time. "
+    "Never run with several devices or with a virtual-memory pool (there it does nothing).",
+)
 @click.option("--backend", default="auto", show_default=True, envvar="SLOTD_BACKEND", help="auto or numpy.")
 @click.option(
     "--stream-fd", metavar="FD", help="Inherited descriptor for token ids, or - for [tok] lines on stdout."
@@ -255,7 +287,7 @@ def _serve(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
     from slotd.daemon.serve import end_process, run_once, serve
 
     if once is not None:
-        return run_once(config, *once)
+        return run_once(config, stdout_fd, *once)
     end_process(serve(config, stdout_fd))
     return 0
 
@@ -298,6 +330,11 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         raise ConfigError(f"--backend {flags['backend']!r}: this version has numpy only (auto chooses it)")
     stream_fd, limit = flags["stream_fd"], flags["memory_limit"]
     slot_dir, slot_bytes = flags["slot_dir"], flags["slot_bytes"]
+    trim_tokens = flags["trim_tokens"]
+    if trim_tokens is None:
+        trim_tokens, warning = source_trim_tokens(os.environ)
+        if warning:
+            print(f"slotd: {warning}", file=sys.stderr, flush=True)
     return Config(
         model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
         slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
@@ -306,7 +343,9 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         slot_bytes=None if slot_bytes is None else parse_size("--slot-bytes", slot_bytes),
         stream_fd=None if stream_fd is None else parse_stream_fd(stream_fd),
         max_line=parse_size("--max-line", flags["max_line"]), max_stall=flags["max_stall"] / 1000,
-        stall_timeout=flags["stall_timeout"], inactive=collect_inactive(draft, flags),
+        stall_timeout=flags["stall_timeout"], oom_policy=flags["oom_policy"],
+        host_cache=parse_host_cache(flags["host_cache"]), trim_tokens=trim_tokens,
+        inactive=collect_inactive(draft, flags),
     )  # fmt: skip
 
 

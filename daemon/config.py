@@ -8,6 +8,7 @@ collected as `Inactive` and reported.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,14 @@ MAX_CTX_LIMIT = 1 << 24
 
 #: Largest number of slots, as in the source.
 MAX_SLOTS = 64
+
+OOM_POLICIES = ("ladder", "seed")
+
+#: Largest trim interval, in tokens.
+MAX_TRIM_TOKENS = 1 << 30
+
+#: Names of the source for the trim interval, the one that wins last. A wrong value there switches it off.
+TRIM_VARIABLES = ("DFLASH_PREFILL_POOL_TRIM_TOKENS", "LUCE_PREFILL_POOL_TRIM_TOKENS")
 
 KIB_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -53,6 +62,9 @@ class Config:
         stall_timeout: seconds a reader may be behind before its request is cancelled.
         slot_dir: folder of stored snapshots, None = there is none.
         slot_bytes: most bytes in it, None = no limit.
+        oom_policy: what running out of memory may cost: ladder or seed (see `memory.pressure`).
+        host_cache: bytes of the host tier of slots; None = a quarter of the available memory, 0 = off.
+        trim_tokens: give cached pool blocks back each time a prompt has computed so many tokens; 0 = never.
         inactive: what was asked for and is not there.
     """
 
@@ -71,6 +83,9 @@ class Config:
     stall_timeout: float = 60.0
     slot_dir: Path | None = None
     slot_bytes: int | None = None
+    oom_policy: str = "ladder"
+    host_cache: int | None = None
+    trim_tokens: int = 0
     inactive: tuple[Inactive, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,6 +94,9 @@ class Config:
         check_range("--chunk", self.chunk, 1, 1 << 20)
         check_range("--parallel", self.parallel, 1, 64)
         check_range("--slots", self.slots, 1, MAX_SLOTS)
+        check_range("--prefill-pool-trim-tokens", self.trim_tokens, 0, MAX_TRIM_TOKENS)
+        if self.oom_policy not in OOM_POLICIES:
+            raise ConfigError(f"--oom-policy {self.oom_policy!r}: must be {' or '.join(OOM_POLICIES)}")
         check_range("--max-line", self.max_line, 64, 1 << 30)
         if self.slot_bytes is not None and self.slot_dir is None:
             raise ConfigError("--slot-bytes is the size of --slot-dir, which is not given")
@@ -105,6 +123,28 @@ def parse_size(name: str, text: str) -> int:
     if size < 1:
         raise ConfigError(f"{name} {text[:40]!r}: must be a size of a byte and more: 24GiB, 512M or 1000000")
     return size
+
+
+def parse_host_cache(text: str | None) -> int | None:
+    """Bytes of the host tier; None: not said; "0": off.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if text is None:
+        return None
+    return 0 if text.strip() == "0" else parse_size("--host-cache", text)
+
+
+def source_trim_tokens(environment: Mapping[str, str]) -> tuple[int, str | None]:
+    """The trim interval of the source's variables, and a warning when the one that counts is wrong."""
+    for name in reversed(TRIM_VARIABLES):
+        text = environment.get(name, "").strip()
+        if text:
+            if text.isascii() and text.isdecimal() and int(text) <= MAX_TRIM_TOKENS:
+                return int(text), None
+            return 0, f"{name}={text!r} is not 0 to {MAX_TRIM_TOKENS}: no pool trim in long prefills"
+    return 0, None
 
 
 def parse_stream_fd(text: str) -> int | str:

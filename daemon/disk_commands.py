@@ -8,14 +8,16 @@ which nobody else knows yet. Page counts, slots and replies belong to the schedu
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slotd.daemon.background import Background, Closed, Steps
 from slotd.daemon.engine import Engine
-from slotd.daemon.kv.pages import PAGE
+from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slot_files import Identity
 from slotd.daemon.kv.slot_store import Image, SlotStore, Stopped
 from slotd.daemon.kv.slots import Slot
@@ -131,7 +133,7 @@ class DiskCommands:
         if command.held:
             slot = filled(self._engine.slots, command.slot, "thick")
         else:
-            slot = self._engine.capture(*self._commands.ended(submit.key, command.of))
+            slot = self._commands.captured(submit.key, command.of)
         pages = self._hold(slot)
         try:
             name = yield self._saving(slot)
@@ -157,14 +159,15 @@ class DiskCommands:
         name = command.hash or ""
         check_free_for(self._engine.slots, command.slot, "thick")
         manifest = yield lambda: self._store.find(name, self._identity())
-        slot = self._engine.blank_slot(np.frombuffer(manifest.ids, "<i4"))
+        ids = np.frombuffer(manifest.ids, "<i4")
+        slot = self._commands.attempt(lambda: self._blank_slot(ids))
         pages, store = slot.pages, self._engine.store
         try:
             data = yield lambda: self._store.read(
                 name, lambda index, n, data: store.write_page(pages[index], n, data)
             )
             check_free_for(self._engine.slots, command.slot, "thick")
-            logits = self._engine.keep_logits(np.frombuffer(data, "<f4")) if data else None
+            logits = self._commands.attempt(lambda: self._kept_logits(data))
             self._engine.slots.put(command.slot, Slot(slot.tokens, pages, logits))
         finally:
             store.pages.release(pages)
@@ -175,13 +178,20 @@ class DiskCommands:
     def _saving(self, slot: Slot) -> Callable[[], str]:
         """The work that saves a slot as it is now."""
         tokens, pages, logits, store = slot.tokens, slot.pages, slot.logits, self._engine.store
+        host = slot.host
+
+        def read_page(index: int, n: int, buffer: memoryview) -> None:
+            if host is not None:
+                host.read_page(index, n, buffer)
+            else:
+                store.read_page(pages[index], n, buffer)
 
         def work() -> str:
             image = Image(
                 identity=self._identity(),
                 ids=np.asarray(tokens, "<i4").tobytes(),
                 logits=b"" if logits is None else np.asarray(logits, "<f4").tobytes(),
-                read_page=lambda index, n, buffer: store.read_page(pages[index], n, buffer),
+                read_page=read_page,
             )
             return self._store.save(image)
 
@@ -192,6 +202,15 @@ class DiskCommands:
         if self._known_identity is None:
             self._known_identity = slot_identity(self._engine, self._store.check_stop)
         return self._known_identity
+
+    def _blank_slot(self, ids: npt.NDArray[np.int32]) -> Slot:
+        """A snapshot of these ids whose K/V are to be filled in; it holds one reference to each page."""
+        with self._engine.memory.site("slot_move"):
+            pages = self._engine.store.allocate(pages_for(len(ids)))
+        return Slot(array("i", ids.astype(np.int32).tobytes()), tuple(pages), None)
+
+    def _kept_logits(self, data: bytes) -> npt.NDArray[np.float32] | None:
+        return self._engine.keep_logits(np.frombuffer(data, "<f4")) if data else None
 
     def _learn_identity(self) -> Steps:
         yield self._identity

@@ -7,7 +7,7 @@ sequence is what it was before; open rows of the sequences named in the call are
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from slotd.daemon import blas_threads
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.host_tier import HostTier
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.kv.store import PageStore
@@ -66,6 +67,7 @@ class Engine:
         max_ctx: most positions of a sequence; default: what the model was made for.
         exact: make the bits of a row independent of the rows beside it.
         n_slots: number of slots.
+        host_cache: bytes of the host tier of slots, 0 = none.
 
     Raises:
         ConfigError: a K/V type that is unknown or does not fit the model's heads, or a BLAS that cannot keep
@@ -84,6 +86,7 @@ class Engine:
         max_ctx: int | None = None,
         exact: bool = False,
         n_slots: int = 8,
+        host_cache: int = 0,
     ) -> None:
         self.hyper = h = file.hyper
         check_kv_formats(h, k_type, v_type)
@@ -94,6 +97,7 @@ class Engine:
         )
         self.slots = Slots(self.store.pages, n_slots)
         self.k_type, self.v_type, self.exact = k_type, v_type, exact
+        self.host_tier = HostTier(self.memory, self.store, self.slots, host_cache)
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
         self.path = file.path
@@ -159,14 +163,14 @@ class Engine:
     def reserve(self, sequence: Sequence, n_tokens: int, site: str | None = None) -> None:
         """Pages for n_tokens places in all, so that forwards up to there never need one.
 
+        site: the site that is passed; without one a failure is named prefill_build, where the pages would
+        have been taken.
+
         Raises:
-            OutOfDeviceMemory: at `site`, when one is given; the sequence has the pages it had.
+            OutOfDeviceMemory: the sequence has the pages it had.
         """
         self._known(sequence)
-        if site is None:
-            self._extend(sequence, n_tokens)
-            return
-        with self.memory.site(site):
+        with self.memory.within("prefill_build") if site is None else self.memory.site(site):
             self._extend(sequence, n_tokens)
 
     def drop(self, sequence: Sequence) -> None:
@@ -211,8 +215,8 @@ class Engine:
 
         Raises:
             ValueError: malformed rows.
-            OutOfDeviceMemory: sites prefill_build, prefill_embed, prefill_compute; decode (one row for
-                each sequence); verify (more).
+            OutOfDeviceMemory: sites prefill_build, prefill_embed, prefill_compute, in this order; decode (one
+                row for each sequence); verify (more).
             Interrupted: interrupt() said so.
         """
         check_rows(rows, kind, self.hyper.n_vocab, self.max_ctx)
@@ -263,14 +267,20 @@ class Engine:
         sequence: Sequence,
         logits: npt.NDArray[np.float32] | None = None,
         length: int | None = None,
+        tier: str = "device",
     ) -> Slot:
         """Keep the first `length` committed tokens (default: all) in a slot, with the logits that follow.
 
+        tier: device, which shares the sequence's pages, or host, which copies them.
+
         Raises:
             ValueError: no slot of this number, or more tokens than there are.
-            OutOfDeviceMemory: site snapshot; the slot holds what it held.
+            OutOfDeviceMemory: sites snapshot, slot_move; the slot holds what it held.
+            OutOfHostMemory: no room in the host tier; the same.
         """
-        slot = self.capture(sequence, logits, length)
+        slot = self.capture(sequence, None if tier == "host" else logits, length)
+        if tier == "host":
+            slot = self.host_tier.copy(slot, logits, keep=(number,))
         self.slots.put(number, slot)
         return slot
 
@@ -308,25 +318,24 @@ class Engine:
         kept[...] = logits
         return kept
 
-    def blank_slot(self, ids: npt.NDArray[np.int32]) -> Slot:
-        """A snapshot of these ids whose K/V are to be filled in; it holds one reference to each page.
-
-        Raises:
-            OutOfDeviceMemory: site slot_move.
-        """
-        with self.memory.site("slot_move"):
-            pages = self.store.allocate(pages_for(len(ids)))
-        return Slot(array("i", ids.astype(np.int32).tobytes()), tuple(pages), None)
-
-    def restore(self, source: int | Slot, length: int | None = None) -> Sequence:
-        """A new sequence with the first `length` tokens (default: all) of a slot, or of what slots form.
+    def restore(self, number: int, length: int | None = None) -> Sequence:
+        """A new sequence with the first `length` tokens of a slot (default: all), brought back to the device.
 
         Raises:
             KeyError: the slot is empty.
-            OutOfDeviceMemory: site restore.
+            OutOfDeviceMemory: sites restore, slot_move; the slot is as it was.
         """
+        return self.restore_chain([number], lambda: self.slots[number], length)
+
+    def restore_chain(
+        self, numbers: SequenceOf[int], whole: Callable[[], Slot], length: int | None = None
+    ) -> Sequence:
+        """As `restore`, of what several slots hold together: `whole` says it when all are in the device."""
         with self.memory.site("restore"):
-            return self.fork(self.slots[source] if isinstance(source, int) else source, length)
+            for number in numbers:
+                self.host_tier.promote(number)
+                self.slots.touch(number)
+            return self.fork(whole(), length)
 
     def free_slot(self, number: int) -> bool:
         """Empty a slot; whether it held something."""
@@ -334,32 +343,38 @@ class Engine:
 
     # ----- memory
 
+    def compact(self) -> int:
+        """Move pages together, so that fewer segments hold them, and trim. Returns the bytes released.
+
+        Pages that somebody else holds, who reads or writes a file, stay where they are.
+        """
+        owners = [*(sequence.pages for sequence in self._sequences), *(s.pages for s in self.slots.values())]
+        moves = self.store.compact(self.store.pages.owners_beside(owners))
+        if moves:
+            for sequence in self._sequences:
+                sequence.pages = [moves.get(page, page) for page in sequence.pages]
+            self.slots.follow(moves)
+        return self.trim()
+
     def trim(self) -> int:
         """Give back segments without a used page and all cached blocks. Returns the bytes released."""
         self.store.trim()
         return self.memory.trim()
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes: total, free, cached, live by tag; pages: in use, free, tokens in each, bytes of each."""
-        pages = self.store.pages
-        return {
-            "total": self.memory.total,
-            "free": self.memory.free,
-            "cached": self.memory.cached,
-            "live": dict(self.memory.by_tag),
-            "pages_used": pages.n_used,
-            "pages_free": pages.n_free,
-            "page_tokens": PAGE,
-            "page_bytes": PAGE * self.store.bytes_per_token,
-        }
+        """Bytes: total, free, cached, live by tag; pages: in use, free, tokens and bytes of each."""
+        return self.store.report()
 
     # ----- inside
 
     def _forward_prompt(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
-        with self.memory.site("prefill_embed"):
-            x = self._model.embed(rows.tokens)
         with self.memory.site("prefill_build"):
             self._make_writable(rows)
+            # Taken and given back: the pool keeps the block for the embedding, so that a real shortage is
+            # met here, where something can be given up for it.
+            self.memory.empty((len(rows), self.hyper.n_embd))
+        with self.memory.site("prefill_embed"):
+            x = self._model.embed(rows.tokens)
         with self.memory.site("prefill_compute"):
             return self._compute(rows, x, interrupt)
 

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.account import Account
+from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Submit
+from slotd.daemon.memory.trim_interval import TrimInterval
 from slotd.daemon.sampling import Sampler
 from slotd.daemon.sequence import Sequence
 from slotd.protocol.errors import Value
@@ -37,11 +39,13 @@ class Job:
         max_ctx: positions a sequence may have.
         eos_ids: ids at which the model ends a text.
         clock: seconds, monotonic, the clock of `submit.submitted_at`.
+        trim_tokens: give cached blocks back each time so many prompt tokens were computed; 0 = never.
     """
 
     def __init__(
-        self, submit: Submit, max_ctx: int, eos_ids: frozenset[int], clock: Callable[[], float]
-    ) -> None:
+        self, submit: Submit, max_ctx: int, eos_ids: frozenset[int], clock: Callable[[], float],
+        trim_tokens: int = 0,
+    ) -> None:  # fmt: skip
         assert isinstance(submit.command, Prompt)
         assert submit.ids is not None
         self.key: Key = submit.key
@@ -60,6 +64,8 @@ class Job:
         self.sampler = Sampler(self.command.sampling, self.seed)
         self.stop_ids = frozenset(self.command.stop) | (frozenset() if self.command.ignore_eos else eos_ids)
         self.snap_done = self.command.snap is None
+        self.pinned: list[Slot] = []  # slots this request has acknowledged, or starts from
+        self.trims = TrimInterval(trim_tokens)
         self.restored_logits: npt.NDArray[np.float32] | None = None  # when a slot held the whole prompt
 
     @property

@@ -69,11 +69,12 @@ class RetainedSequences:
         if entry is not None:
             self._close(entry.sequence)
 
-    def drop_oldest(self) -> bool:
-        """Give up the oldest sequence; False when there is none."""
-        if not self._entries:
+    def drop_oldest(self, spare: Key | None = None) -> bool:
+        """Give up the oldest sequence that is not request `spare`'s; False when there is none."""
+        oldest = next((key for key in self._entries if key != spare), None)
+        if oldest is None:
             return False
-        self.drop(next(iter(self._entries)))
+        self.drop(oldest)
         return True
 
     def best_match(self, ids: npt.NDArray[np.int32]) -> tuple[Retained, int] | None:

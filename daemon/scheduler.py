@@ -7,34 +7,42 @@ is kept short while anything decodes.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.admission import Admission
 from slotd.daemon.disk_commands import DiskCommands
-from slotd.daemon.engine import Engine
+from slotd.daemon.engine import Engine, Outputs
+from slotd.daemon.inline_snapshots import InlineSnapshots
 from slotd.daemon.job import Job, Phase
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slot_store import SlotStore
-from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Emit, Finished, Line, Progress, State, Stop, Submit, ToEngine, ToFront
-from slotd.daemon.memory import OutOfDeviceMemory
+from slotd.daemon.memory import OutOfDeviceMemory, Policy
+from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.models.model import Interrupted
+from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
 from slotd.daemon.sampling import logprobs
-from slotd.daemon.sequence import Sequence
-from slotd.daemon.slot_chains import chain, chain_restored, free_for, prefix_in
+from slotd.daemon.slot_chains import chain_restored
 from slotd.daemon.slot_commands import SlotCommands, describe
-from slotd.protocol.errors import RequestError, Value
-from slotd.protocol.messages import Park, Prompt, RestoreChain, Restored, SnapInline, SnapInlineFailed, Unpark
-
-#: Pages are reserved for this many positions beyond prompt + answer: provisional rows of a step.
-STEP_MARGIN = PAGE
+from slotd.protocol.errors import Value
+from slotd.protocol.messages import (
+    Park,
+    Prompt,
+    RestoreChain,
+    Restored,
+    SnapInlineFailed,
+    Unpark,
+)
 
 #: State is published at least this often while anything runs, in seconds.
 STATE_INTERVAL = 0.1
@@ -42,7 +50,11 @@ STATE_INTERVAL = 0.1
 #: How long to wait for the front when every running answer is paused, in seconds.
 PAUSED_WAIT = 0.01
 
+log = logging.getLogger(__name__)
+
 Logits = npt.NDArray[np.float32]
+
+T = TypeVar("T")
 
 
 class Scheduler:
@@ -57,12 +69,15 @@ class Scheduler:
             seconds; a piece is never shorter than one page of rows.
         eos_ids: ids at which the model ends a text.
         slot_store: snapshots on disk, if there are any.
+        policy: what running out of memory may cost.
+        trim_tokens: give cached blocks of the pool back each time a prompt has computed so many tokens;
+            0 = never.
     """
 
     def __init__(
         self, engine: Engine, deliver: Callable[[ToFront], None], *, chunk: int, parallel: int,
-        max_stall: float, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic,
-        slot_store: SlotStore | None = None,
+        max_stall: float, eos_ids: frozenset[int], policy: Policy = Policy.LADDER, trim_tokens: int = 0,
+        slot_store: SlotStore | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         assert parallel <= MAX_STEP_ROWS
         self._engine = engine
@@ -78,10 +93,14 @@ class Scheduler:
         self._running: list[Job] = []
         self._exclusive: deque[Submit] = deque()  # park and unpark wait until nothing runs
         self._retained = RetainedSequences(max(4, parallel), engine.close)
-        self._epoch = 0
-        self._commands = SlotCommands(engine, self._retained, deliver, lambda: self._epoch, clock)
+        self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(force=True), policy)
+        self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, clock)
+        self._admission = Admission(engine, self._retained, self._recovery, chunk)
+        self._trim_tokens = trim_tokens
+        self._full = False  # the first in the queue waits for memory, until something ends
         self._calls: deque[Callable[[], None]] = deque()  # from the disk thread
         self._disk = DiskCommands(engine, slot_store, self._commands, deliver, self._call_soon)
+        self._snapshots = InlineSnapshots(engine, self._recovery, self._disk, deliver)
         self._stopping = False
         self._rows_per_second = 0.0
         self._published = -STATE_INTERVAL
@@ -142,13 +161,15 @@ class Scheduler:
                 self._stopping = True
             elif isinstance(message.command, Prompt):
                 self._totals["requests"] += 1
-                self._waiting.append(Job(message, self._engine.max_ctx, self._eos_ids, self._clock))
+                job = Job(message, self._engine.max_ctx, self._eos_ids, self._clock, self._trim_tokens)
+                self._waiting.append(job)
             elif isinstance(message.command, Park | Unpark):
                 self._exclusive.append(message)
             elif self._disk.takes(message.command):
                 self._disk.run(message)
             else:
                 self._commands.run(message)
+                self._full = False
         return took
 
     def _drop_cancelled(self) -> None:
@@ -166,12 +187,15 @@ class Scheduler:
         """Start what may start, in the order it came. True when something did."""
         before = len(self._running)
         while self._waiting and len(self._running) < self._parallel and not self._exclusive:
+            if self._full:
+                break
             job = self._waiting[0]
             try:
                 self._start(job)
             except OutOfDeviceMemory as error:
                 if self._running:
-                    break  # what runs now will give its pages back
+                    self._full = True  # what runs now will give its pages back
+                    break
                 self._fail(job, error)
             except Exception as error:
                 self._fail(job, error)
@@ -182,15 +206,10 @@ class Scheduler:
 
     def _start(self, job: Job) -> None:
         """Give the job a sequence that holds what is known of its prompt, and every page it will need."""
-        if self._engine.parked:
-            raise RequestError("target_parked")
+        # While others run a request can wait for their memory: nothing may be lost for it.
+        extent = Extent.LOSSLESS if self._running else Extent.ALL
         with job.account.inside("restore"):
-            sequence, logits = self._known_prefix(job)
-            try:
-                self._reserve(sequence, len(job.ids) + job.n_gen + STEP_MARGIN)
-            except OutOfDeviceMemory:
-                self._engine.close(sequence)
-                raise
+            sequence, logits = self._admission.sequence_for(job, extent)
         job.sequence = sequence
         job.reused = len(sequence)
         job.phase = Phase.PREFILL
@@ -199,36 +218,10 @@ class Scheduler:
         self._totals["prompt_tokens"] += len(job.ids)
         if job.restore_slot is not None:
             held = self._engine.slots[job.restore_slot]
-            self._deliver(Line(Restored(slot=job.restore_slot, cur_pos=len(held.tokens)), job.key))
+            self._deliver(Line(Restored(slot=job.restore_slot, cur_pos=len(held)), job.key))
         elif isinstance(job.command, RestoreChain):
             self._deliver(Line(chain_restored(self._engine.slots, job.command), job.key))
         job.restored_logits = logits
-
-    def _known_prefix(self, job: Job) -> tuple[Sequence, Logits | None]:
-        """A sequence with the longest known prefix of the prompt; its logits when that is all of it."""
-        slots = self._engine.slots
-        if job.restore_slot is not None:
-            length, logits = _reusable(prefix_in(slots, job.restore_slot, "thick", job.ids), job)
-            return self._engine.restore(job.restore_slot, length), logits
-        if isinstance(job.command, RestoreChain):
-            whole = chain(slots, job.command, job.ids)
-            length, logits = _reusable(whole, job)
-            return self._engine.restore(whole, length), logits
-        match = self._retained.best_match(job.ids)
-        if match is None:
-            return self._engine.open(), None
-        entry, shared = match
-        return self._engine.fork(entry.sequence, shared), None
-
-    def _reserve(self, sequence: Sequence, n_tokens: int) -> None:
-        """Reserve pages, giving up ended sequences, oldest first, while they do not fit."""
-        while True:
-            try:
-                self._engine.reserve(sequence, n_tokens, "prefill_reserve")
-                return
-            except OutOfDeviceMemory:
-                if not self._retained.drop_oldest():
-                    raise
 
     # ----- prefill
 
@@ -236,14 +229,17 @@ class Scheduler:
         job = next((job for job in self._running if job.phase is Phase.PREFILL), None)
         if job is None:
             return False
+        interrupted = False
         try:
             self._advance(job, beside_decode)
         except Interrupted:
-            self._finish(job, "cancelled")
+            interrupted = True  # ended below, where the frames of the piece and their arrays are gone
         except Exception as error:
             self._fail(job, error)
         else:
             self._take_turns(job)
+        if interrupted:
+            self._finish(job, "cancelled")
         return True
 
     def _take_turns(self, job: Job) -> None:
@@ -254,7 +250,7 @@ class Scheduler:
 
     def _advance(self, job: Job, beside_decode: bool) -> None:
         assert job.sequence is not None
-        self._take_snapshot(job, None)
+        self._snapshots.take(job, None)
         if job.restored_logits is not None:
             self._prompt_is_known(job, job.restored_logits)
             return
@@ -262,15 +258,21 @@ class Scheduler:
         at_snapshot = not job.snap_done and job.command.snap is not None and end == job.command.snap.at
         wanted = "last" if end == len(job.ids) or at_snapshot else "none"
         rows = Rows.chain(job.sequence, job.ids[start:end].tolist(), logits=wanted)
-        began = self._clock()
-        outputs = self._engine.forward(rows, Kind.PROMPT, lambda: job.flags.cancelled)
-        self._engine.commit(job.sequence, range(end - start))
-        self._rows_per_second = (end - start) / max(self._clock() - began, 1e-9)
+        outputs = self._try(job, lambda: self._compute_piece(job, rows))
+        if job.trims.completed(end - start):
+            self._recovery.trim("interval")
         self._deliver(Progress(job.key, end, len(job.ids)))
         if wanted == "last":
-            self._take_snapshot(job, outputs.logits[-1])
+            self._snapshots.take(job, outputs.logits[-1])
         if end == len(job.ids):
             self._prompt_is_known(job, outputs.logits[-1])
+
+    def _compute_piece(self, job: Job, rows: Rows) -> Outputs:
+        began = self._clock()
+        outputs = self._engine.forward(rows, Kind.PROMPT, lambda: job.flags.cancelled)
+        self._engine.commit(job.running_sequence, range(len(rows)))
+        self._rows_per_second = len(rows) / max(self._clock() - began, 1e-9)
+        return outputs
 
     def _piece_end(self, job: Job, beside_decode: bool) -> int:
         """Where the next piece stops: at the snapshot, the prompt's end, or a page edge within the limit."""
@@ -285,29 +287,8 @@ class Scheduler:
             end = job.command.snap.at
         return end
 
-    def _take_snapshot(self, job: Job, logits: Logits | None) -> None:
-        """The inline snapshot, as soon as its tokens are there. A failure costs the snapshot only."""
-        snap = job.command.snap
-        if job.snap_done or snap is None or job.sequence is None or len(job.sequence) < snap.at:
-            return
-        job.snap_done = True
-        at_end, tier = snap.at == len(job.sequence), job.command.tier
-        if tier == "host" or not free_for(self._engine.slots, snap.slot, "thick"):
-            reason = "unsupported" if tier == "host" else "bad_slot"
-            self._deliver(Line(SnapInlineFailed(slot=snap.slot, reason=reason), job.key))
-            return
-        with job.account.inside("snapshot"):
-            try:
-                slot = self._engine.snapshot(
-                    snap.slot, job.sequence, logits if at_end else None, length=snap.at
-                )
-            except OutOfDeviceMemory:
-                self._deliver(Line(SnapInlineFailed(slot=snap.slot, reason="oom"), job.key))
-            else:
-                if tier == "disk":
-                    self._disk.save_inline(job.key, snap.slot, slot)
-                else:
-                    self._deliver(Line(SnapInline(slot=snap.slot, cur_pos=snap.at, tier=tier), job.key))
+    def _try(self, job: Job, work: Callable[[], T]) -> T:
+        return self._recovery.attempt(work, job.account, job.pinned)
 
     def _prompt_is_known(self, job: Job, logits: Logits) -> None:
         if job.n_gen == 0:
@@ -324,26 +305,49 @@ class Scheduler:
         jobs = [job for job in self._running if job.phase is Phase.DECODE and not job.flags.paused]
         if not jobs:
             return False
-        self._step_together(jobs)
+        alone = self._step_together(jobs) if len(jobs) > 1 else jobs
+        for job in alone:
+            self._step_alone(job)
         return True
 
-    def _step_together(self, jobs: list[Job]) -> None:
-        rows = Rows.join([Rows.chain(job.running_sequence, job.produced[-1:]) for job in jobs])
+    def _step_together(self, jobs: list[Job]) -> list[Job]:
+        """One step of all jobs in one call. Returns those that have to be stepped alone."""
+        committed, failure = [], None
         try:
-            outputs = self._engine.forward(rows, Kind.STEP)
-        except Exception as error:
-            if len(jobs) == 1:
-                self._fail(jobs[0], error)
-                return
-            for job in jobs:  # nothing was changed: each again on its own, so that only the cause fails
-                self._step_together([job])
-            return
-        for row, job in enumerate(jobs):
-            try:
+            outputs = self._engine.forward(Rows.join([_next_row(job) for job in jobs]), Kind.STEP)
+            for row, job in enumerate(jobs):
                 self._engine.commit(job.running_sequence, [row])
-                self._choose(job, outputs.logits[row])
-            except Exception as error:
-                self._fail(job, error)
+                committed.append((job, outputs.logits[row]))
+        except OutOfDeviceMemory as error:
+            failure = error.bare()
+        except Exception as error:
+            log.info("a step of %d sequences failed, each is stepped alone: %s", len(jobs), error)
+        if failure is not None:
+            self._recovery.split(failure)
+        alone = jobs[len(committed) :]  # what the others have committed stays
+        for job, logits in committed:
+            self._choose_or_fail(job, logits)
+        return alone
+
+    def _step_alone(self, job: Job) -> None:
+        try:
+            logits = self._try(job, lambda: self._compute_step(job))
+        except Exception as error:
+            self._fail(job, error)
+        else:
+            self._choose_or_fail(job, logits)
+
+    def _compute_step(self, job: Job) -> Logits:
+        outputs = self._engine.forward(_next_row(job), Kind.STEP)
+        self._engine.commit(job.running_sequence, [0])
+        logits: Logits = outputs.logits[0]
+        return logits
+
+    def _choose_or_fail(self, job: Job, logits: Logits) -> None:
+        try:
+            self._choose(job, logits)
+        except Exception as error:
+            self._fail(job, error)
 
     def _choose(self, job: Job, logits: Logits) -> None:
         """Sample the next token, hand it out, and end the answer when it says so."""
@@ -369,6 +373,7 @@ class Scheduler:
             self._engine.truncate(job.sequence, len(job.sequence))  # pages reserved for what never came
             # The last token was handed out but never computed; SNAPSHOT computes it when it is asked for.
             self._retained.add(Retained(job.key, job.sequence, pending=tuple(job.produced[-1:])))
+        self._settle()
         if not job.snap_done and job.command.snap is not None and status != "cancelled":
             self._deliver(Line(SnapInlineFailed(slot=job.command.snap.slot, reason="past_prompt"), job.key))
         self._end(job, status, None, reason or {})
@@ -378,6 +383,7 @@ class Scheduler:
         self._leave(job)
         if job.sequence is not None:
             self._engine.close(job.sequence)
+        self._settle()
         code, reason = describe(error)
         self._end(job, "err", code, reason)
 
@@ -386,11 +392,18 @@ class Scheduler:
         job.account.enter("snapshot" if self._disk.saves(job.key) else "other")
 
         def say() -> None:
-            self._deliver(Finished(job.key, status, code, reason, job.summary(self._epoch)))
+            self._deliver(Finished(job.key, status, code, reason, job.summary(self._recovery.epoch)))
 
         self._disk.when_saved(job.key, say)
 
+    def _settle(self) -> None:
+        """A job has ended: when it was the last one its scratch goes back."""
+        if not self._running:
+            self._recovery.trim("end")
+            self._publish(force=True)
+
     def _leave(self, job: Job) -> None:
+        self._full = False
         if job in self._running:
             self._running.remove(job)
         else:
@@ -404,21 +417,19 @@ class Scheduler:
             return
         self._published = now
         self._deliver(State({
-            "epoch": self._epoch,
+            "epoch": self._recovery.epoch,
             "parked": self._engine.parked,
             "running": [job.report() for job in self._running],
             "queued": len(self._waiting) + len(self._exclusive),
             "retained": len(self._retained),
-            "slots": {str(slot): len(held.tokens) for slot, held in sorted(self._engine.slots.items())},
+            "slots": self._engine.host_tier.slot_report(),
             "memory": self._engine.memory_report(),
+            "host_tier": self._engine.host_tier.report(),
+            "recovery": self._recovery.report(),
             "totals": dict(self._totals),
         }))  # fmt: skip
 
 
-def _reusable(held: Slot, job: Job) -> tuple[int, Logits | None]:
-    """How much of a snapshot that the prompt starts with is reused, and the logits when that is all of it."""
-    if len(held) < len(job.ids):
-        return len(held), None
-    if held.logits is None:
-        return len(held) - 1, None  # the answer starts from the last token's logits: compute it once more
-    return len(held), held.logits
+def _next_row(job: Job) -> Rows:
+    """The token that was chosen last and is not computed yet."""
+    return Rows.chain(job.running_sequence, job.produced[-1:])

@@ -16,10 +16,12 @@ from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
 from slotd.daemon.front import Front
 from slotd.daemon.host import EngineHost
+from slotd.daemon.kv.host_tier import default_budget
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop, end_process
-from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
+from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
+from slotd.daemon.memory.pressure import EMBED
 from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
@@ -57,6 +59,7 @@ def build_engine(config: Config) -> Engine:
             v_type=config.v_type,
             exact=config.exact,
             n_slots=config.slots,
+            host_cache=default_budget() if config.host_cache is None else config.host_cache,
         )
     except OutOfDeviceMemory as error:
         needed = FLOAT32_BYTES * sum(info.n_elements for info in model.header.tensors.values())
@@ -89,7 +92,9 @@ class _Daemon:
         store = None
         if config.slot_dir is not None:
             store = SlotStore(config.slot_dir, config.slot_bytes)
-        scheduler = _scheduler(config, engine, lambda message: self.front.deliver(message), store)
+        scheduler = _scheduler(
+            config, engine, lambda message: self.front.deliver(message), Policy(config.oom_policy), store
+        )
         self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died", exit_code=1))
         self.front = Front(
             connection, self.outbox, self.host.send,
@@ -114,8 +119,12 @@ class _Daemon:
         self.front.stream_gone()
 
 
-def run_once(config: Config, prompt_path: str, n_gen: int, out_path: str) -> int:
-    """The source's one-shot form: raw ids in, the generated ids out, exit code 1 at the first failure."""
+def run_once(config: Config, stdout_fd: int, prompt_path: str, n_gen: int, out_path: str) -> int:
+    """The source's one-shot form: raw ids in, the generated ids out, exit code 1 at the first failure.
+
+    When memory runs out `[snap] all-cleared` is printed before the end, as the source does, although there
+    is no slot that could go; not for the embedding (S120).
+    """
     engine = build_engine(config)
     produced: list[int] = []
     ended: list[Finished] = []
@@ -127,13 +136,15 @@ def run_once(config: Config, prompt_path: str, n_gen: int, out_path: str) -> int
             ended.append(message)
             scheduler.put(Stop())
 
-    scheduler = _scheduler(config, engine, deliver)
+    scheduler = _scheduler(config, engine, deliver, Policy.ONCE)
     command = Prompt(path=prompt_path, n_gen=n_gen)
     limits = Limits(n_vocab=engine.hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots)
     try:
         ids = admit_prompt(command, limits)
         scheduler.put(Submit(1, command, Flags(), time.monotonic(), ids))
         scheduler.run()
+        if ended[0].code == "oom" and ended[0].reason["site"] != EMBED:
+            os.write(stdout_fd, b"[snap] all-cleared\n")
         if ended[0].code is not None:
             raise RequestError(ended[0].code, ended[0].reason)
         write_ids(out_path, produced, counted=False)
@@ -144,11 +155,13 @@ def run_once(config: Config, prompt_path: str, n_gen: int, out_path: str) -> int
 
 
 def _scheduler(
-    config: Config, engine: Engine, deliver: Callable[[ToFront], None], store: SlotStore | None = None
-) -> Scheduler:
+    config: Config, engine: Engine, deliver: Callable[[ToFront], None], policy: Policy,
+    store: SlotStore | None = None,
+) -> Scheduler:  # fmt: skip
     return Scheduler(
         engine, deliver, chunk=config.chunk, parallel=config.parallel, max_stall=config.max_stall,
-        eos_ids=frozenset(engine.hyper.stop_ids), slot_store=store,
+        eos_ids=frozenset(engine.hyper.stop_ids), policy=policy, trim_tokens=config.trim_tokens,
+        slot_store=store,
     )  # fmt: skip
 
 
@@ -177,9 +190,30 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
         "parallel": config.parallel,
         "chunk": config.chunk,
         "limits": {"max_line": config.max_line, "memory": config.memory_limit},
+        "effective": _effective(config, engine),
+        "oom_policy": config.oom_policy,
+        "pool": {"kind": engine.memory.pool_kind, "trim_tokens": config.trim_tokens},
         "verbs": [verb.name for verb in VERBS if verb.supported],
         "errors": sorted(CODES),
         "inactive": [{"name": i.name, "value": i.value, "reason": i.reason} for i in config.inactive],
+    }  # fmt: skip
+
+
+def _effective(config: Config, engine: Engine) -> Mapping[str, Any]:
+    """What was asked for beside what the memory has room for, when every request and slot is max_ctx long."""
+    capacity = engine.store.capacity()
+    in_host = engine.host_tier.budget // engine.store.bytes_per_token
+    return {
+        "memory": {"requested": config.memory_limit, "effective": engine.memory.total},
+        "host_cache": {"requested": config.host_cache, "effective": engine.host_tier.budget},
+        "kv_tokens": {"effective": capacity},
+        "parallel": {
+            "requested": config.parallel, "effective": min(config.parallel, capacity // engine.max_ctx),
+        },
+        "slots": {
+            "requested": config.slots,
+            "effective": min(config.slots, capacity // engine.max_ctx + in_host // engine.max_ctx),
+        },
     }  # fmt: skip
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.engine import Engine
+from slotd.daemon.kv.host_tier import OutOfHostMemory
+from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Finished, Key, Line, Submit, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory
+from slotd.daemon.memory.pressure import Extent
+from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
-from slotd.daemon.sequence import Sequence
-from slotd.daemon.slot_chains import check_free_for
+from slotd.daemon.slot_chains import check_free_for, filled
 from slotd.protocol.errors import ModelError, RequestError, Value
 from slotd.protocol.messages import (
     Event,
@@ -36,6 +40,8 @@ from slotd.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 def describe(error: Exception) -> tuple[str, dict[str, Value]]:
     """Wire code and fields of a failure; anything unforeseen is `internal`, with a traceback in the log."""
@@ -44,6 +50,9 @@ def describe(error: Exception) -> tuple[str, dict[str, Value]]:
             return error.code, error.fields
         case OutOfDeviceMemory():
             return "oom", {"site": error.site, "requested": error.requested, "free": error.free}
+        case OutOfHostMemory():
+            fields: dict[str, Value] = {"site": "slot_move", "tier": "host"}
+            return "oom", {**fields, "requested": error.requested, "budget": error.budget}
         case ModelError():
             return "internal", {"reason": str(error)}
         case _:
@@ -58,17 +67,17 @@ class SlotCommands:
         engine: owns slots and weights.
         retained: the sequences SNAPSHOT may mean.
         deliver: takes the reply lines and the Finished of each command.
-        epoch: the slot epoch, for the Finished.
+        recovery: survives running out of memory, knows the slot epoch.
     """
 
     def __init__(
         self, engine: Engine, retained: RetainedSequences, deliver: Callable[[ToFront], None],
-        epoch: Callable[[], int], clock: Callable[[], float] = time.monotonic,
+        recovery: Recovery, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._retained = retained
         self._deliver = deliver
-        self._epoch = epoch
+        self._recovery = recovery
         self._clock = clock
 
     def run(self, submit: Submit) -> None:
@@ -82,20 +91,24 @@ class SlotCommands:
 
     def end(self, submit: Submit, error: Exception | None) -> None:
         """End the key of a command that was done, or failed with `error`."""
+        self._recovery.publish()  # a STATUS behind the answer shows what the command did
         code, reason = (None, {}) if error is None else describe(error)
         wall = round(self._clock() - submit.submitted_at, 6)
-        account: dict[str, Value] = {"epoch": self._epoch(), "wall_s": wall}
+        account: dict[str, Value] = {"epoch": self._recovery.epoch, "wall_s": wall}
         self._deliver(Finished(submit.key, "err" if code else "ok", code, reason, account))
 
     def _dispatch(self, submit: Submit) -> None:
         command = submit.command
         match command:
-            case Snapshot(tier="host" | "disk") | Snapshot(held=True):
-                raise RequestError("unsupported", {"field": "tier", "value": command.tier or "device"})
+            case Snapshot(held=True):
+                self._move_held(command.slot, command.tier or "device")
+                self._reply_taken(submit, command)
             case Snapshot():
                 check_free_for(self._engine.slots, command.slot, "thick")
-                slot = self._engine.snapshot(command.slot, *self.ended(submit.key, command.of))
-                self._reply(submit, SnapTaken(slot=command.slot, cur_pos=len(slot), tier=command.tier))
+                entry = self._ended_sequence(submit.key, command.of)
+                logits = self.attempt(lambda: self._catch_up(entry), spare=entry.key)
+                self.attempt(lambda: self._keep(command, entry, logits), spare=entry.key)
+                self._reply_taken(submit, command)
             case SnapshotThin():
                 self._keep_span(submit, command)
             case FreeSnapshot():
@@ -109,37 +122,46 @@ class SlotCommands:
                 if self._engine.park():
                     self._reply(submit, Parked(what="target"))
             case Unpark(what="all" | "target"):
-                if self._engine.unpark():
+                if self._recovery.attempt(self._engine.unpark):
                     self._reply(submit, Unparked(what="target"))
             case Park() | Unpark():
                 pass  # the draft: never loaded, so nothing changes
             case _:
                 raise RequestError("unsupported", {"verb": command.verb})
 
-    def ended(self, key: Key, of: str | None) -> tuple[Sequence, npt.NDArray[np.float32] | None]:
-        """The sequence that a SNAPSHOT of request `key` means, with all that was said, and its logits.
+    def captured(self, key: Key, of: str | None) -> Slot:
+        """A snapshot, in no slot, of the sequence that a SNAPSHOT of request `key` means: all that was said.
 
         Raises:
             RequestError: nothing_to_snapshot, target_parked.
-            OutOfDeviceMemory: the last token cannot be computed.
+            OutOfDeviceMemory: no room for the last token or for the logits.
         """
         entry = self._ended_sequence(key, of)
-        logits = self._catch_up(entry)
-        return entry.sequence, logits
+        logits = self.attempt(lambda: self._catch_up(entry), spare=entry.key)
+        return self.attempt(lambda: self._engine.capture(entry.sequence, logits), spare=entry.key)
 
     def _keep_span(self, submit: Submit, command: SnapshotThin) -> None:
         check_free_for(self._engine.slots, command.slot, "thin")
         entry = self._ended_sequence(submit.key, command.of)
         if command.kv_end > len(entry.sequence):
-            self._catch_up(entry)
+            self.attempt(lambda: self._catch_up(entry), spare=entry.key)
         length = len(entry.sequence)
         if command.kv_end > length:
             limit = f"{command.kv_start + 1}..{length}"
             raise RequestError("bad_args", {"field": "kv_end", "value": command.kv_end, "limit": limit})
-        span = self._engine.capture(entry.sequence, length=command.kv_end, kv_start=command.kv_start)
+        span = self.attempt(
+            lambda: self._engine.capture(entry.sequence, length=command.kv_end, kv_start=command.kv_start),
+            spare=entry.key,
+        )
         self._engine.slots.put(command.slot, span)
         reply = SnapThin(slot=command.slot, kv_start=command.kv_start, kv_end=command.kv_end)
         self._reply(submit, reply)
+
+    def _reply_taken(self, submit: Submit, command: Snapshot) -> None:
+        """The answer to SNAPSHOT: how long the slot is, and where it is when a tier was asked for."""
+        held = self._engine.slots[command.slot]
+        tier = held.tier if command.tier or command.held else None
+        self._reply(submit, SnapTaken(slot=command.slot, cur_pos=len(held), tier=tier))
 
     def _reply(self, submit: Submit, event: Event) -> None:
         self._deliver(Line(event, submit.key))
@@ -155,6 +177,27 @@ class SlotCommands:
         if entry is None:
             raise RequestError("nothing_to_snapshot", {} if of is None else {"of": of})
         return entry
+
+    def attempt(self, work: Callable[[], T], pinned: Collection[Slot] = (), spare: Key | None = None) -> T:
+        """Do what may run out of memory and can be done without: no slot is freed for it.
+
+        pinned: slots that are not moved for it; spare: the ended request whose sequence it works on.
+
+        Raises:
+            OutOfDeviceMemory: there is no room without losing something.
+        """
+        return self._recovery.attempt(work, pinned=pinned, extent=Extent.LOSSLESS, spare=spare)
+
+    def _keep(self, command: Snapshot, entry: Retained, logits: npt.NDArray[np.float32] | None) -> None:
+        self._engine.snapshot(command.slot, entry.sequence, logits, tier=command.tier or "device")
+
+    def _move_held(self, number: int, tier: str) -> None:
+        """Put what a slot holds into the tier; nothing when it is there."""
+        held = filled(self._engine.slots, number, "thick")
+        if tier == "host":
+            self.attempt(lambda: self._engine.host_tier.demote(number), [held])
+        else:
+            self.attempt(lambda: self._engine.host_tier.promote(number), [held])
 
     def _catch_up(self, entry: Retained) -> npt.NDArray[np.float32] | None:
         """Compute the last emitted token, so that the snapshot holds everything that was said."""

@@ -6,7 +6,7 @@ Pages are numbered through all segments: page p is page `p % SEGMENT_PAGES` of s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,50 @@ class Pages:
                 raise ValueError(f"page {page} has no owner")
             self._references[page] -= 1
 
+    # ----- moving
+
+    def compaction(self, fixed: Collection[int] = ()) -> dict[int, int]:
+        """Moves (page -> free page) that leave as few segments in use as the pages need; empty when they do.
+
+        The fullest segments stay, and those with a fixed page, which has to stay where it is; what the others
+        hold goes into their free places, in ascending order.
+        """
+        counts = np.count_nonzero(self._by_segment() > 0, axis=1)
+        anchored = {page // SEGMENT_PAGES for page in fixed}
+        used = [segment for segment in range(len(counts)) if counts[segment]]
+        ranked = sorted(used, key=lambda segment: (segment not in anchored, -counts[segment], segment))
+        needed = max(-(-int(counts.sum()) // SEGMENT_PAGES), len(anchored))
+        kept, emptied = sorted(ranked[:needed]), sorted(ranked[needed:])
+        sources = [page for segment in emptied for page in self._pages_of(segment, used=True)]
+        targets = [page for segment in kept for page in self._pages_of(segment, used=False)]
+        return dict(zip(sources, targets, strict=False))
+
+    def owners_beside(self, known: Iterable[Iterable[int]]) -> set[int]:
+        """Used pages that have owners beside the known ones, which are given by the pages of each."""
+        rest = self._references.copy()
+        for pages in known:
+            np.subtract.at(rest, list(pages), 1)
+        return set(np.flatnonzero(rest > 0).tolist())
+
+    def relocate(self, moves: Mapping[int, int]) -> None:
+        """All owners of each page own its target instead. Who names pages has to follow.
+
+        Raises:
+            ValueError: a source is free or a target is not; nothing has changed then.
+        """
+        for source, target in moves.items():
+            if self._references[source] < 1 or self._references[target] != 0:
+                raise ValueError(f"page {source} can not move to {target}")
+        for source, target in moves.items():
+            self._references[target], self._references[source] = self._references[source], 0
+
     # ----- inside
+
+    def _pages_of(self, segment: int, used: bool) -> list[int]:
+        references = self._by_segment()[segment]
+        found = np.flatnonzero(references > 0 if used else references == 0)
+        pages: list[int] = (segment * SEGMENT_PAGES + found).tolist()
+        return pages
 
     def _by_segment(self) -> npt.NDArray[np.int32]:
         return self._references.reshape(-1, SEGMENT_PAGES)

@@ -3,36 +3,46 @@
 A slot costs references, not copies: the pages below its length never change while it holds them, because a
 sequence copies a shared page before it writes there. Content changes by allocate-then-swap: the new
 snapshot is complete before the old one is let go, so a failed one destroys nothing.
+
+A slot in the host tier holds no pages but a copy of their bytes (`host_tier`).
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.kv.pages import PAGE, Pages
+from slotd.daemon.kv.store import StoredPages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """One snapshot: of a prefix (thick), or of a span that a chain puts behind one (thin).
+
+    Its text never changes, its place may.
 
     Attributes:
         tokens: the ids up to its end, those before a span included.
         pages: pages that hold its K/V, the last one possibly in part; one reference each. Those of a span
-            begin with the page that its first token lies in.
+            begin with the page that its first token lies in. None while the slot is in host memory.
         logits: float32 [n_vocab] of the token that follows, or None; a restore without new tokens needs them.
         kv_start: first position of a span; None for a prefix.
+        host: the bytes of the pages while the slot is in host memory, else None.
+        last_used: when it was filled or restored last, seconds on the clock of its `Slots`.
     """
 
     tokens: array[int]
     pages: tuple[int, ...]
     logits: npt.NDArray[np.float32] | None
     kv_start: int | None = None
+    host: StoredPages | None = None
+    last_used: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -48,6 +58,11 @@ class Slot:
         """The position behind its last token."""
         return len(self.tokens)
 
+    @property
+    def tier(self) -> str:
+        """Where its bytes are: device or host."""
+        return "device" if self.host is None else "host"
+
 
 class Slots(Mapping[int, Slot]):
     """The filled slots by number.
@@ -55,10 +70,12 @@ class Slots(Mapping[int, Slot]):
     Args:
         pages: where the references are counted.
         n_slots: how many there may be, 0 .. n_slots-1.
+        clock: seconds, only growing.
     """
 
-    def __init__(self, pages: Pages, n_slots: int) -> None:
+    def __init__(self, pages: Pages, n_slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.n_slots = n_slots
+        self.clock = clock
         self._pages = pages
         self._slots: dict[int, Slot] = {}
 
@@ -82,8 +99,18 @@ class Slots(Mapping[int, Slot]):
         self._pages.share(slot.pages)
         old = self._slots.get(number)
         self._slots[number] = slot
+        slot.last_used = self.clock()
         if old is not None:
             self._pages.release(old.pages)
+
+    def follow(self, moves: Mapping[int, int]) -> None:
+        """Pages have moved: old -> new numbers."""
+        for slot in self._slots.values():
+            slot.pages = tuple(moves.get(page, page) for page in slot.pages)
+
+    def touch(self, number: int) -> None:
+        """A slot is used now."""
+        self._slots[number].last_used = self.clock()
 
     def free(self, number: int) -> bool:
         """Empty a slot; whether it held something."""

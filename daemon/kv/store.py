@@ -7,8 +7,9 @@ NaN stays a NaN (0 * NaN), so places behind the committed end are set to zero be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,25 @@ class Segment:
     k: Array
     v: Array
     unclean: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """The bytes of pages outside the store.
+
+    Attributes:
+        k: [n_layer, n_pages, n_head_kv, PAGE, ...] as stored; undefined behind the last token.
+        v: the same for values.
+        n_tokens: how many tokens they hold.
+    """
+
+    k: Array
+    v: Array
+    n_tokens: int
+
+    def read_page(self, index: int, n: int, buffer: memoryview) -> None:
+        """As `PageStore.read_page`, for the page `index` of these."""
+        _fill(buffer, (stored_bytes(self.k[:, index, :, :n]), stored_bytes(self.v[:, index, :, :n])))
 
 
 class PageStore:
@@ -68,6 +88,11 @@ class PageStore:
         """Bytes of one segment."""
         return self.bytes_per_token * PAGE * SEGMENT_PAGES
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.bytes_per_token * PAGE
+
     # ----- taking and giving back
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
@@ -92,6 +117,20 @@ class PageStore:
         self._remove_segments(free)
         return len(free) * self.segment_bytes
 
+    def compact(self, fixed: Collection[int] = ()) -> dict[int, int]:
+        """Move pages together, so that `trim` finds segments without a used page: old -> new pages.
+
+        fixed: pages that have to stay where they are.
+        """
+        moves = self.pages.compaction(fixed)
+        for source, target in moves.items():
+            self.copy(source, target, PAGE)
+            from_segment, from_index = self._locate(source)
+            to_segment, to_index = self._locate(target)
+            to_segment.unclean[to_index] = from_segment.unclean[from_index]
+        self.pages.relocate(moves)
+        return moves
+
     def _add_segment(self) -> int:
         block = self._memory.empty((self.segment_bytes,), np.uint8, tag="kv")
         k_bytes = int(np.prod(self._k_shape)) * self._k_type.dtype.itemsize
@@ -107,6 +146,27 @@ class PageStore:
         for number in numbers:
             self.pages.remove_segment(number)
             del self._segments[number]
+
+    # ----- room
+
+    def capacity(self) -> int:
+        """Tokens that the pages could hold if nothing but the weights took memory."""
+        free = self._memory.total - self._memory.live("weights")
+        return max(0, free // self.segment_bytes) * SEGMENT_PAGES * PAGE
+
+    def has_room(self, n: int) -> bool:
+        """Whether n pages could be allocated now, without a trim."""
+        missing = n - self.pages.n_free
+        return -(-missing // SEGMENT_PAGES) <= self._memory.room_for(self.segment_bytes)
+
+    def report(self) -> dict[str, Any]:
+        """Bytes: total, free, cached, live by tag; pages: in use, free, tokens and bytes of each."""
+        memory = self._memory
+        return {
+            "total": memory.total, "limit": memory.limit, "free": memory.free, "pool": memory.pool_kind,
+            "cached": memory.cached, "live": dict(memory.by_tag), "pages_used": self.pages.n_used,
+            "pages_free": self.pages.n_free, "page_tokens": PAGE, "page_bytes": self.page_bytes,
+        }  # fmt: skip
 
     # ----- contents
 
@@ -128,11 +188,7 @@ class PageStore:
 
     def read_page(self, page: int, n: int, buffer: memoryview) -> None:
         """The first n places of a page as stored bytes: [n_layer, n_head_kv, n, dim] of K, then of V."""
-        start = 0
-        for plane in self._planes(page, n):
-            target = np.frombuffer(buffer, np.uint8, plane.size, start).reshape(plane.shape)
-            target[...] = plane
-            start += plane.size
+        _fill(buffer, self._planes(page, n))
 
     def write_page(self, page: int, n: int, data: memoryview) -> None:
         """Put bytes of `read_page` into the first n places of a page."""
@@ -148,6 +204,33 @@ class PageStore:
         segment, index = self._locate(page)
         k, v = segment.k[:, index, :, :n], segment.v[:, index, :, :n]
         return stored_bytes(k), stored_bytes(v)
+
+    def read(self, pages: Sequence[int], n_tokens: int) -> StoredPages:
+        """The first n_tokens of these pages, as stored bytes, in ordinary memory.
+
+        Raises:
+            MemoryError: the system has no memory left.
+        """
+        stored = StoredPages(
+            np.empty((*self._k_shape[:1], len(pages), *self._k_shape[2:]), self._k_type.dtype),
+            np.empty((*self._v_shape[:1], len(pages), *self._v_shape[2:]), self._v_type.dtype),
+            n_tokens,
+        )
+        for number, page in enumerate(pages):
+            segment, index = self._locate(page)
+            n = min(PAGE, n_tokens - number * PAGE)
+            for outside, inside in ((stored.k, segment.k), (stored.v, segment.v)):
+                stored_bytes(outside[:, number, :, :n])[...] = stored_bytes(inside[:, index, :, :n])
+        return stored
+
+    def write(self, pages: Sequence[int], stored: StoredPages) -> None:
+        """Put stored bytes back into pages."""
+        for number, page in enumerate(pages):
+            segment, index = self._locate(page)
+            n = min(PAGE, stored.n_tokens - number * PAGE)
+            for inside, outside in ((segment.k, stored.k), (segment.v, stored.v)):
+                stored_bytes(inside[:, index, :, :n])[...] = stored_bytes(outside[:, number, :, :n])
+            segment.unclean[index] = max(segment.unclean[index], n)
 
     def place(self, page: int, offset: int) -> tuple[Array, Array]:
         """Views of one token's K and V: [n_layer, n_head_kv, items]."""
@@ -183,3 +266,12 @@ class PageStore:
     def _locate(self, page: int) -> tuple[Segment, int]:
         number, index = divmod(page, SEGMENT_PAGES)
         return self._segments[number], index
+
+
+def _fill(buffer: memoryview, planes: tuple[Array, Array]) -> None:
+    """Put bytes one behind the other."""
+    start = 0
+    for plane in planes:
+        target = np.frombuffer(buffer, np.uint8, plane.size, start).reshape(plane.shape)
+        target[...] = plane
+        start += plane.size

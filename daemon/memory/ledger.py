@@ -4,6 +4,9 @@ Arrays carry their own life: when an array and all views of it are gone, its blo
 Nothing is freed by hand, exactly as with CuPy's pool. The return is noticed through a weak reference to
 the buffer object that NumPy keeps as the array's base; the callback may run at any moment, also inside
 the ledger, so it only notes the block in a queue that the next call of the ledger empties.
+
+Cached blocks stay until somebody calls `trim`, also when an allocation fails because of them: what to give
+up then, and in which order, is decided in `pressure`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from slotd.daemon.memory.faults import Faults
 
 FLOAT32 = np.dtype(np.float32)
+
+#: What keeps freed blocks: a pool of blocks by size, or the driver's virtual memory, which needs no trim.
+PoolKind = Literal["legacy", "vmm"]
 
 #: What an allocation may be for.
 TAGS = ("weights", "draft", "drafter", "kv", "state", "snapshot", "scratch")
@@ -54,12 +60,12 @@ START = "start"
 
 
 class OutOfDeviceMemory(SlotdError):
-    """An allocation failed after every cached block had been released.
+    """An allocation failed. Cached blocks may be the cause: the pool never releases them by itself.
 
     Attributes:
         site: where it happened, one of SITES or START.
         requested: bytes asked for (0 when the failure was injected).
-        free: bytes that were left.
+        free: bytes that were left beside live and cached blocks.
     """
 
     def __init__(self, site: str, requested: int, free: int) -> None:
@@ -67,6 +73,10 @@ class OutOfDeviceMemory(SlotdError):
         self.requested = requested
         self.free = free
         super().__init__(f"out of device memory: site={site} requested={requested} free={free}")
+
+    def bare(self) -> OutOfDeviceMemory:
+        """The same failure without its traceback, whose frames hold the arrays of the step that failed."""
+        return OutOfDeviceMemory(self.site, self.requested, self.free)
 
 
 class _Lease(weakref.ref[memoryview]):
@@ -84,7 +94,12 @@ class DeviceMemory:
     Args:
         limit: most bytes in live and cached blocks together; None = what the machine has.
         faults: failures to inject when a site is passed.
+
+    Attributes:
+        pool_kind: "legacy": freed blocks stay cached by size class until they are trimmed.
     """
+
+    pool_kind: PoolKind = "legacy"
 
     def __init__(self, limit: int | None = None, faults: Faults | None = None) -> None:
         self.limit = limit
@@ -137,6 +152,18 @@ class DeviceMemory:
             raise ValueError(f"{name!r} is not a site")
         if self._faults is not None and self._faults.hits(name):
             raise OutOfDeviceMemory(name, 0, self.free)
+        with self.within(name):
+            yield
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Name a failure inside after a site without passing it: no fault is injected or counted.
+
+        Raises:
+            ValueError: not one of SITES.
+        """
+        if name not in SITES:
+            raise ValueError(f"{name!r} is not a site")
         outer = self.current_site
         self._here.site = name
         try:
@@ -189,6 +216,12 @@ class DeviceMemory:
             self._take_back()
             return max(0, self.total - sum(self._live.values()) - self._pool.cached)
 
+    def room_for(self, n_bytes: int) -> int:
+        """How many blocks of n_bytes could be taken now without a trim."""
+        size = size_class(n_bytes)
+        with self._lock:
+            return self.free // size + self._pool.count(size)
+
     def _take_back(self) -> None:
         while self._returned:
             lease = self._returned.popleft()
@@ -199,13 +232,7 @@ class DeviceMemory:
     def _grow(self, size: int, tag: str) -> Block:
         """A block from the system; `size` is already counted as live and uncounted on failure."""
         live = sum(self._live.values())
-        if self.limit is not None and live + self._pool.cached > self.limit:
-            self._pool.trim()
-        if self.limit is None or live <= self.limit:
-            try:
-                return new_block(size)
-            except MemoryError:
-                self._pool.trim()
+        if self.limit is None or live + self._pool.cached <= self.limit:
             try:
                 return new_block(size)
             except MemoryError:

@@ -51,6 +51,10 @@ class Pool:
         self.cached = 0
         self._free: dict[int, list[Block]] = {}
 
+    def count(self, size: int) -> int:
+        """How many blocks of exactly this class are kept."""
+        return len(self._free.get(size, ()))
+
     def take(self, size: int) -> Block | None:
         """A kept block of exactly this class, or None."""
         blocks = self._free.get(size)

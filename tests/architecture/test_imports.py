@@ -35,7 +35,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("serve",),
     ("loop", "host"),
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
-    ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "job", "retained"),
+    ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
+    + ("inline_snapshots", "job", "retained"),
     ("engine",),
     ("models", "kv", "sampling"),
     ("ops",),
@@ -46,16 +47,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.
 FRONT = ("loop", "handlers", "front", "outbox", "open_requests", "door", "prompt_files")
 ENGINE = (
-    *(
-        "scheduler",
-        "slot_commands",
-        "disk_commands",
-        "slot_chains",
-        "background",
-        "job",
-        "retained",
-        "engine",
-    ),
+    *("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery"),
+    *("inline_snapshots", "job", "retained", "engine"),
     *("models", "kv", "sampling", "ops", "memory"),
 )
 

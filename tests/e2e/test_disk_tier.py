@@ -398,3 +398,18 @@ def test_settings_that_do_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
     with DaemonProcess(tiny_llama, env=environment) as daemon:
         assert stored(daemon)["budget"] == 1 << 30
     assert os.path.exists(tmp_path / "by-variable" / "lock")
+
+
+def test_a_slot_in_host_memory_is_saved_from_there(tiny_llama: Path, tmp_path: Path) -> None:
+    with start(tiny_llama, tmp_path / "device") as daemon:
+        expected = save(daemon, slot=3)
+        fresh, _ = restored(daemon, IDS, 3)
+    with start(tiny_llama, tmp_path / "host", "--host-cache=1MiB") as daemon:
+        prefill(daemon, IDS)
+        assert ask(daemon, "SNAPSHOT 3 tier=host") == SnapTaken(slot=3, cur_pos=len(IDS), tier="host")
+        saved = ask(daemon, "SNAPSHOT 3 held=1 tier=disk")
+        assert saved == SnapTaken(slot=3, cur_pos=len(IDS), tier="disk", hash=expected)
+        assert ask(daemon, f"LOAD_SNAPSHOT 4 hash={expected}") == SnapLoaded(
+            slot=4, cur_pos=len(IDS), hash=expected
+        )
+        assert [restored(daemon, IDS, slot)[0] for slot in (4, 3)] == [fresh, fresh]

@@ -20,7 +20,8 @@ FLAGS: dict[str, Any] = {
     "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
     "slot_dir": None, "slot_bytes": None,
     "chunk": 128, "parallel": 4, "slots": 8, "k_type": "f32", "v_type": "f32", "exact": False,
-    "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0,
+    "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
+    "host_cache": None, "trim_tokens": None,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
     "ddtree_no_chain_seed": False,
 }  # fmt: skip
@@ -96,6 +97,9 @@ def test_the_word_beats_the_flag_for_the_model() -> None:
         ({"max_line": "long"}, "--max-line 'long'"),
         ({"stream_fd": "2"}, "--stream-fd '2'"),
         ({"chunk": 0}, "--chunk 0"),
+        ({"oom_policy": "once"}, "--oom-policy 'once'"),
+        ({"host_cache": "-1"}, "--host-cache '-1'"),
+        ({"trim_tokens": -1}, "--prefill-pool-trim-tokens -1"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: dict[str, Any], message: str) -> None:
@@ -175,10 +179,12 @@ def test_a_daemon_serves_and_then_leaves(configs: list[Any]) -> None:
 def test_every_flag_arrives(configs: list[Any]) -> None:
     argv = "-c 512 --chunk 64 -np 2 --slots 3 -ctk f16 -ctv f16 --exact --memory-limit 1g --stream-fd -"
     argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
+    argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512"
     assert invoke("daemon", *argv.split()).exit_code == 0
     assert configs[0][0] == Config(
         model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
         exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
+        oom_policy="seed", host_cache=1 << 20, trim_tokens=512,
     )  # fmt: skip
 
 
@@ -198,7 +204,7 @@ def test_a_flag_beats_its_variable_which_beats_the_default(configs: list[Any]) -
 def test_one_shot_gives_its_own_exit_code(configs: list[Any]) -> None:
     assert invoke("daemon", "t", "d", "p.bin", "16", "o.bin").exit_code == 1
     (config, once), *rest = configs
-    assert (config.model, once, rest) == (Path("t"), ("p.bin", 16, "o.bin"), [])
+    assert (config.model, once, rest) == (Path("t"), (77, "p.bin", 16, "o.bin"), [])
 
 
 @pytest.mark.usefixtures("configs")

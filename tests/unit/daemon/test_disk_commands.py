@@ -15,7 +15,8 @@ from slotd.daemon.disk_commands import DiskCommands
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.slot_store import Image, SlotStore, WritePage
 from slotd.daemon.link import Finished, Flags, Line, Submit, ToFront
-from slotd.daemon.memory import DeviceMemory, Faults
+from slotd.daemon.memory import DeviceMemory, Faults, Policy
+from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
@@ -56,7 +57,8 @@ class Rig:
         self.said: list[ToFront] = []
         self.retained = RetainedSequences(4, self.engine.close)
         self.calls: deque[Callable[[], None]] = deque()
-        commands = SlotCommands(self.engine, self.retained, self.said.append, lambda: 0)
+        recovery = Recovery(self.engine, self.retained, self.said.append, lambda: None, Policy.ONCE)
+        commands = SlotCommands(self.engine, self.retained, self.said.append, recovery)
         self.disk = DiskCommands(self.engine, self.store, commands, self.said.append, self.calls.append)
         self.run_calls(1)  # the identity
 

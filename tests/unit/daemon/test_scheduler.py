@@ -356,7 +356,9 @@ def test_the_state_says_what_is_there(rig: SchedulerRig) -> None:
     rig.turns(1)
     state = rig.states()[-1]
     assert (state["running"], state["queued"], state["retained"], state["parked"]) == ([], 0, 2, False)
-    assert state["slots"] == {"5": 70}
+    assert {slot: (held["tokens"], held["tier"]) for slot, held in state["slots"].items()} == {
+        "5": (70, "device")
+    }
     assert state["totals"] == {
         "requests": 2, "prompt_tokens": 200, "reused_tokens": 99, "generated_tokens": 8,
     }  # fmt: skip

@@ -8,7 +8,8 @@ import pytest
 
 from slotd.daemon.engine import Engine
 from slotd.daemon.link import Finished, Flags, Key, Line, Submit, ToFront
-from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
+from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
+from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.slot_commands import SlotCommands, describe
@@ -39,13 +40,15 @@ TEXT = np.random.default_rng(41).integers(3, 320, 100).tolist()
 class SlotRig:
     """Slot commands on a real engine with ended sequences that the test makes."""
 
-    def __init__(self, model: Path, fault: str | None = None) -> None:
+    def __init__(self, model: Path, fault: str | None = None, policy: Policy = Policy.LADDER) -> None:
         with open_model(model) as file:
             self.engine = Engine(file, memory=DeviceMemory(faults=Faults.parse(fault)), exact=True)
         self.retained = RetainedSequences(8, self.engine.close)
         self.messages: list[ToFront] = []
         self.clock = Clock()
-        self.commands = SlotCommands(self.engine, self.retained, self.messages.append, lambda: 7, self.clock)
+        recovery = Recovery(self.engine, self.retained, self.messages.append, lambda: None, policy)
+        recovery.epoch = 7
+        self.commands = SlotCommands(self.engine, self.retained, self.messages.append, recovery, self.clock)
 
     def ended(self, key: Key, length: int, pending: tuple[int, ...] = ()) -> Retained:
         """A request that ended after `length` computed tokens of TEXT."""
@@ -136,7 +139,7 @@ def test_without_weights_only_a_complete_sequence_can_be_kept(rig: SlotRig) -> N
 @pytest.mark.parametrize("fault", ["snapshot:2", "snapshot:3", "decode:2", "commit:4"])
 def test_a_snapshot_that_fails_keeps_the_slot_and_can_be_tried_again(tiny_llama: Path, fault: str) -> None:
     """The first SNAPSHOT passes snapshot twice, decode once and commit twice, with two ended sequences."""
-    rig = SlotRig(tiny_llama, fault)
+    rig = SlotRig(tiny_llama, fault, Policy.ONCE)
     rig.ended("a", 20, pending=(9,))
     rig.ended("b", 30, pending=(9,))
     tries = [rig.run(Snapshot(slot=0, of=of))[1] for of in ("a", "b")]

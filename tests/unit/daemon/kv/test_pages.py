@@ -112,3 +112,59 @@ def test_a_page_has_its_owners_and_no_others(steps: list[tuple[str, int]]) -> No
         for page in range(2 * SEGMENT_PAGES):
             assert pages.references(page) == held_pages.count(page)
         assert pages.n_used == len(set(held_pages))
+
+
+# ----- moving
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=SEGMENT_PAGES, max_size=5 * SEGMENT_PAGES),
+    st.integers(0, 4),
+    st.sets(st.integers(0, 5 * SEGMENT_PAGES - 1), max_size=3),
+)
+def test_compaction_leaves_as_few_segments_as_the_pages_need(
+    owners: list[int], removed: int, wanted_fixed: set[int]
+) -> None:
+    pages = Pages()
+    n_segments = -(-len(owners) // SEGMENT_PAGES)
+    for _ in range(n_segments):
+        pages.add_segment()
+    taken = pages.allocate(len(owners))
+    for page, count in zip(taken, owners, strict=True):
+        pages.share([page] * count)
+        pages.release([page])
+    if removed in pages.free_segments():
+        pages.remove_segment(removed)
+    before = sorted(count for count in owners if count)
+    fixed = {page for page in wanted_fixed if page < len(owners) and owners[page]}
+    moves = pages.compaction(fixed)
+    pages.relocate(moves)
+    held = [page for page in range(n_segments * SEGMENT_PAGES) if pages.references(page) > 0]
+    assert sorted(pages.references(page) for page in held) == before
+    segments = {page // SEGMENT_PAGES for page in held}
+    anchored = {page // SEGMENT_PAGES for page in fixed}
+    assert len(segments) == max(-(-len(before) // SEGMENT_PAGES), len(anchored))
+    assert pages.compaction(fixed) == {}
+    assert not fixed.intersection(moves)
+    assert not set(moves).intersection(moves.values())
+
+
+def test_owners_beside_the_known_ones() -> None:
+    pages = Pages()
+    pages.add_segment()
+    pages.allocate(4)
+    pages.share([1, 2, 2])
+    assert pages.owners_beside([]) == {0, 1, 2, 3}
+    assert pages.owners_beside([[0, 1, 2], [1, 2, 3]]) == {2}
+    assert pages.owners_beside([[0, 1, 2], [1, 2, 3], [2]]) == set()
+
+
+def test_a_page_moves_only_to_a_free_place() -> None:
+    pages = Pages()
+    pages.add_segment()
+    pages.allocate(2)
+    with pytest.raises(ValueError, match="page 0 can not move to 1"):
+        pages.relocate({0: 1})
+    with pytest.raises(ValueError, match="page 5 can not move to 6"):
+        pages.relocate({0: 3, 5: 6})
+    assert [pages.references(page) for page in range(4)] == [1, 1, 0, 0]

@@ -72,7 +72,12 @@ def test_the_limit_counts_live_and_cached() -> None:
     held = memory.empty((MIB // 4,))
     memory.empty((MIB // 2,))  # 2 MiB, cached at once
     assert (memory.live(), memory.cached, memory.free, memory.total) == (MIB, 2 * MIB, MIB, 4 * MIB)
-    memory.empty((3 * MIB // 4,))  # 3 MiB: the cached block has to go first
+    assert (memory.room_for(MIB), memory.room_for(2 * MIB)) == (1, 1)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        memory.empty((3 * MIB // 4,))  # 3 MiB: the cached block is in the way, and stays
+    assert (caught.value.free, memory.cached) == (MIB, 2 * MIB)
+    assert memory.trim() == 2 * MIB
+    memory.empty((3 * MIB // 4,))
     assert memory.cached == 3 * MIB
     del held
     assert memory.trim() == 4 * MIB
@@ -115,6 +120,23 @@ def test_sites_nest() -> None:
             assert memory.current_site == "commit"
         assert memory.current_site == "restore"
     assert memory.current_site == START
+
+
+def test_within_names_a_failure_and_passes_nothing() -> None:
+    memory = DeviceMemory(limit=MIB, faults=Faults("prefill_build", 1))
+    named = pytest.raises(OutOfDeviceMemory, match=f"site=prefill_build requested={2 * MIB}")
+    with named, memory.within("prefill_build"):
+        memory.empty((2 * MIB,), np.uint8)
+    with pytest.raises(ValueError, match="'nowhere' is not a site"), memory.within("nowhere"):
+        pass
+
+
+def test_a_bare_failure_has_no_traceback() -> None:
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        DeviceMemory(limit=MIB).empty((2 * MIB,), np.uint8)
+    bare = caught.value.bare()
+    assert str(bare) == str(caught.value)
+    assert bare.__traceback__ is None
 
 
 def test_a_site_belongs_to_its_thread() -> None:
