@@ -149,7 +149,9 @@ def test_one_request_or_four_at_once_say_what_was_done(model: Path) -> None:
             streams = [client.stream(messages=each, max_tokens=2, ignore_eos=True) for each in others]
             for stream in streams:
                 answer = stream.result()
-                assert answer.stages == ("restore", "prefill", "decode")
+                # From the slot, or from what the daemon still has of a stream that has ended meanwhile.
+                assert answer.stages[0] in ("restore", "reuse")
+                assert answer.stages[1:] == ("prefill", "decode")
                 assert answer.cached_tokens > 100
 
 

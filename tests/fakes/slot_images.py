@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from slotd.daemon.kv.slot_files import Identity
-from slotd.daemon.kv.slot_store import Image
+from slotd.daemon.kv.slot_store import Image, SlotStore
+from slotd.protocol.errors import RequestError
 
 PAGE = 4
 TOKEN_BYTES = 8
@@ -64,3 +69,35 @@ class Sink:
         """All that came."""
         assert sorted(self.pages) == list(range(len(self.pages)))
         return b"".join(self.pages[index] for index in sorted(self.pages))
+
+
+# ----- a store of them
+
+IDS = range(100, 110)  # two whole pages and two tokens
+LOGITS = bytes(range(16))
+
+
+def store_of(path: Path, budget: int | None = None, **other: Any) -> SlotStore:
+    return SlotStore(path, budget, **other)
+
+
+def load(store: SlotStore, name: str, identity: Identity = IDENTITY) -> tuple[bytes, bytes]:
+    """(K/V, logits) of a stored snapshot."""
+    store.find(name, identity)
+    sink = Sink()
+    logits = store.read(name, sink)
+    return sink.data, logits
+
+
+def refused(work: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
+    with pytest.raises(RequestError) as caught:
+        work()
+    return caught.value.code, caught.value.fields
+
+
+def hashes(store: SlotStore) -> list[str]:
+    return [file["hash"] for file in store.report()["files"]]
+
+
+def files(path: Path, suffix: str) -> list[Path]:
+    return sorted(path.glob(f"*{suffix}"))

@@ -6,45 +6,28 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slotd.daemon.kv.slot_files import Identity
-from slotd.daemon.kv.slot_store import SlotStore, Stopped
-from slotd.protocol.errors import ConfigError, RequestError
-from tests.fakes.slot_images import IDENTITY, PAGE, Sink, id_bytes, image, kv_bytes
-
-IDS = range(100, 110)  # two whole pages and two tokens
-LOGITS = bytes(range(16))
-
-
-def store_of(path: Path, budget: int | None = None, **other: Any) -> SlotStore:
-    return SlotStore(path, budget, **other)
-
-
-def load(store: SlotStore, name: str, identity: Identity = IDENTITY) -> tuple[bytes, bytes]:
-    """(K/V, logits) of a stored snapshot."""
-    store.find(name, identity)
-    sink = Sink()
-    logits = store.read(name, sink)
-    return sink.data, logits
-
-
-def refused(work: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
-    with pytest.raises(RequestError) as caught:
-        work()
-    return caught.value.code, caught.value.fields
-
-
-def hashes(store: SlotStore) -> list[str]:
-    return [file["hash"] for file in store.report()["files"]]
-
-
-def files(path: Path, suffix: str) -> list[Path]:
-    return sorted(path.glob(f"*{suffix}"))
+from slotd.daemon.kv.slot_store import Stopped
+from slotd.protocol.errors import ConfigError
+from tests.fakes.slot_images import (
+    IDENTITY,
+    IDS,
+    LOGITS,
+    PAGE,
+    Sink,
+    files,
+    hashes,
+    id_bytes,
+    image,
+    kv_bytes,
+    load,
+    refused,
+    store_of,
+)
 
 
 class FullDisk:
