@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from slotd.client import commands
 from slotd.client.bus import Callbacks
-from slotd.client.cached_client import SlotCache
 from slotd.client.completion import Assembler, Completion
 from slotd.client.failure import ClientClosedError
 from slotd.client.generation import Generation, GenerationArgs
@@ -161,6 +160,8 @@ class Client:
         self._callbacks.register_event_callback(AllCleared, self._take_all_cleared)
         self._all_cleared: list[Callable[[AllCleared], None]] = []
         self._new_id = commands.IdSource()
+        from slotd.client.cached_client import SlotCache  # not above: importing the package stays cheap
+
         self._cache = SlotCache(
             self._callbacks,
             self._new_id,

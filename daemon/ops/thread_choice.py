@@ -13,7 +13,7 @@ from collections import deque
 #: Calls that are tried in the other mode before a choice.
 TRIES = 2
 
-#: Calls between two tries: doubled while the choice stays, up to the last one.
+#: Calls between two tries: four times as many whenever the choice stays, up to the last one.
 SOONEST, LATEST = 8, 512
 
 #: The other mode must be this much cheaper to be taken: less is noise.
@@ -60,7 +60,7 @@ class ThreadChoice:
             self._until_try = SOONEST
         else:
             self.all_threads = not self.all_threads
-            self._until_try = min(2 * self._until_try, LATEST)
+            self._until_try = min(4 * self._until_try, LATEST)
             # What was normal lately is normal now; else the same alarm would ring at once again.
             self._costs.clear()
             self._costs.extend(recent)

@@ -64,11 +64,15 @@ class FakeDaemon:
     def say(self, *lines: str) -> None:
         """Say something unasked."""
         for line in lines:
-            os.write(self._events, line.encode() + b"\n")
+            self.say_bytes(line.encode() + b"\n")
 
     def say_bytes(self, data: bytes) -> None:
-        """Say exactly these bytes."""
-        os.write(self._events, data)
+        """Say exactly these bytes; nothing when it has hung up meanwhile."""
+        try:
+            os.write(self._events, data)
+        except OSError:
+            if self._open:
+                raise
 
     def hang_up(self) -> None:
         """Close both ends, as a process that dies does."""
