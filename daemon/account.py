@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: In wire order. A request is in exactly one part at any moment.
-PARTS = (
-    "queue", "compress", "restore", "prefill", "decode", "draft", "verify",
-    "sample", "snapshot", "recover", "emit", "other",
-)  # fmt: skip
+from slotd.protocol.event_grammar import ACCOUNT
+
+#: In wire order, as the protocol lists them behind the wall time. A request is always in exactly one.
+PARTS = tuple(name.removesuffix("_s") for name in ACCOUNT if name != "wall_s")
 
 
 class Account:

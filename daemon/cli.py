@@ -284,7 +284,8 @@ def _serve(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
     if isinstance(config.stream_fd, int):
         check_descriptor(config.stream_fd)  # before anything of ours is opened and takes its number
     stdout_fd = guard_stdout()  # before the libraries below: one of them might print when it is imported
-    from slotd.daemon.serve import end_process, run_once, serve
+    from slotd.daemon.loop import end_process
+    from slotd.daemon.serve import run_once, serve
 
     if once is not None:
         return run_once(config, stdout_fd, *once)

@@ -66,28 +66,28 @@ class OpenRequests:
     """
 
     def __init__(self) -> None:
-        self.lock = self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._by_key: dict[Key, OpenRequest] = {}
         self._lane: deque[LaneItem] = deque()
         self._lane_current: OpenRequest | None = None
         self._next_number = 0
 
     def __len__(self) -> int:
-        with self._lock:
+        with self.lock:
             return len(self._by_key) + len(self._lane)
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        with self._lock:
+        with self.lock:
             return iter(list(self._by_key.values()))
 
     def get(self, key: Key) -> OpenRequest | None:
         """The open request with this key."""
-        with self._lock:
+        with self.lock:
             return self._by_key.get(key)
 
     def next_number(self) -> int:
         """A key for a command without an id."""
-        with self._lock:
+        with self.lock:
             self._next_number += 1
             return self._next_number
 
@@ -97,7 +97,7 @@ class OpenRequests:
         Raises:
             RequestError: duplicate_id, busy.
         """
-        with self._lock:
+        with self.lock:
             if request.key in self._by_key:
                 raise RequestError("duplicate_id", id=request.id, verb=request.command.verb)
             self._check_room(request)
@@ -110,7 +110,7 @@ class OpenRequests:
 
     def remove(self, key: Key) -> OpenRequest | None:
         """Close a request; None when it is not open (any more)."""
-        with self._lock:
+        with self.lock:
             request = self._by_key.pop(key, None)
             if request is self._lane_current:
                 self._lane_current = None
@@ -124,14 +124,14 @@ class OpenRequests:
         Raises:
             RequestError: busy (never for a refusal).
         """
-        with self._lock:
+        with self.lock:
             if isinstance(item, OpenRequest):
                 self._check_room(item)
             self._lane.append(item)
 
     def next_in_lane(self) -> LaneItem | None:
         """The next item, when the one before it has ended; an accepted command becomes open."""
-        with self._lock:
+        with self.lock:
             if self._lane_current is not None or not self._lane:
                 return None
             item = self._lane.popleft()
@@ -147,5 +147,5 @@ class OpenRequests:
 
     def report(self) -> dict[str, Any]:
         """Counts for STATUS."""
-        with self._lock:
+        with self.lock:
             return {"open": len(self._by_key), "lane": len(self._lane)}

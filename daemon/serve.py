@@ -19,7 +19,7 @@ from slotd.daemon.host import EngineHost
 from slotd.daemon.kv.host_tier import default_budget
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
-from slotd.daemon.loop import Loop, end_process
+from slotd.daemon.loop import Loop
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import EMBED
 from slotd.daemon.outbox import Outbox
@@ -62,7 +62,7 @@ def build_engine(config: Config) -> Engine:
             host_cache=default_budget() if config.host_cache is None else config.host_cache,
         )
     except OutOfDeviceMemory as error:
-        needed = FLOAT32_BYTES * sum(info.n_elements for info in model.header.tensors.values())
+        needed = FLOAT32_BYTES * model.n_parameters
         limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "this machine's memory"
         raise ConfigError(
             f"{config.model}: the weights need {needed} bytes as float32; {limit} had {error.free} left"
@@ -215,6 +215,3 @@ def _effective(config: Config, engine: Engine) -> Mapping[str, Any]:
             "effective": min(config.slots, capacity // engine.max_ctx + in_host // engine.max_ctx),
         },
     }  # fmt: skip
-
-
-__all__ = ["build_engine", "end_process", "run_once", "serve"]

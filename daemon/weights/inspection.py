@@ -127,7 +127,7 @@ def inspect_file(
         kv_format(name)
     with open_gguf(path) as file:
         hyper, reason = _judge(file)
-        parameters = sum(info.n_elements for info in file.header.tensors.values())
+        parameters = file.n_parameters
         return Inspection(
             path=str(path),
             name=_text(file, "general.name"),

@@ -54,6 +54,11 @@ class GgufFile:
         """Length of the file."""
         return len(self._data)
 
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(info.n_elements for info in self.header.tensors.values())
+
     def n_bytes(self, name: str) -> int:
         """Bytes of a tensor in the file."""
         return _tensor_bytes(self.header.tensors[name], self.block_type(name))

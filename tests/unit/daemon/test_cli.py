@@ -160,7 +160,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(cli, "guard_stdout", lambda: 77)
     monkeypatch.setattr(cli, "setup_logging", lambda verbosity: None)
     monkeypatch.setattr("slotd.daemon.serve.serve", lambda config, fd: made.append((config, fd)) or 0)
-    monkeypatch.setattr("slotd.daemon.serve.end_process", lambda code: made.append(code))
+    monkeypatch.setattr("slotd.daemon.loop.end_process", lambda code: made.append(code))
     monkeypatch.setattr("slotd.daemon.serve.run_once", lambda config, *once: made.append((config, once)) or 1)
     yield made
     for number, handler in handlers.items():
