@@ -1,0 +1,183 @@
+// y = x W^T for at most 64 rows of x: a block owns one tile of 16 outputs, its warps share the segments of k.
+//
+// The sum over k has one order for every shape of launch: inside a segment of 256 the tensor core folds
+// the steps in their order (weight_tiles.cuh), segments are added left to right inside slabs of eight counted from k = 0,
+// slab sums left to right. Rows of x are columns of the product and do not touch each other.
+#include "weight_tiles.cuh"
+
+constexpr int MOST_PARTS = 3;
+
+// Rows of one stored matrix; several make one linear layer.
+struct Part {
+    const u8* tiles;
+    const float* row_scale;
+    int format;
+    int n_tiles;
+    int n_rows;
+    int first_output;
+};
+
+struct Parts {
+    Part part[MOST_PARTS];
+    int n_parts;
+    int n_segments;
+};
+
+// x as prepared by rows.cu: halves [n_segments][w][n][t] of 16 bytes, step hi = 0 then 1; a power of two for each row.
+struct Rows {
+    const uint4* halves;
+    const float* scale;
+    int n;
+};
+
+struct Output {
+    float* y;
+    int stride;  // floats from one row to the next
+    int add;     // y += instead of y =
+};
+
+constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
+
+template <int FORMAT, int NT>
+DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
+    extern __shared__ float sums[];  // [2][warps][NT * 8][COLUMN_STRIDE]
+    using L = Layout<FORMAT>;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const int g = lane / 4, t = lane % 4, n = rows.n, n_segments = parts.n_segments;
+    const u8* tiles = part.tiles + static_cast<u64>(tile) * n_segments * L::BYTES;
+
+    Lane<FORMAT> held;
+    if (warp < n_segments) held.load(tiles + static_cast<u64>(warp) * L::BYTES, lane);
+    pdl_wait();
+    pdl_launch();
+
+    int column[NT];
+#pragma unroll
+    for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, n - 1);
+    float slab[NT], total[NT];  // of the sums that this thread adds up; few blocks have fewer threads than 128
+#pragma unroll
+    for (int j = 0; j < NT; ++j) slab[j] = total[j] = 0.0f;
+
+    const int turns = (n_segments + n_warps - 1) / n_warps;
+    for (int turn = 0; turn < turns; ++turn) {
+        const int segment = turn * n_warps + warp;
+        float* mine = sums + ((turn % 2) * n_warps + warp) * (NT * 8 * COLUMN_STRIDE);
+        if (segment < n_segments) {
+            float d[NT][4];
+#pragma unroll
+            for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
+            const uint4* x = rows.halves + static_cast<u64>(segment) * 8 * n * 4 + t;
+            const u8* next = tiles + static_cast<u64>(segment + n_warps) * L::BYTES;
+            const bool more = segment + n_warps < n_segments;
+            Scales scales;
+#pragma unroll
+            for (int w = 0; w < 8; ++w) {
+                if (w % 4 == 0) scales = scales_of<FORMAT>(held, w / 4);
+                uint4 b[NT];
+#pragma unroll
+                for (int j = 0; j < NT; ++j) b[j] = __ldg(x + (w * n + column[j]) * 4);
+                u32 a[4];
+                step_halves<FORMAT>(a, held, scales, w, 0);
+#pragma unroll
+                for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].x);
+                step_halves<FORMAT>(a, held, scales, w, 1);
+#pragma unroll
+                for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].z);
+                // The last use of these registers: the next tile's bytes are under way while this one is finished.
+                if (w == 3 && more) {
+                    if constexpr (FORMAT == F16) {
+                        held.load_chunks(next, lane, 0, 4);
+                        held.load_chunks(next, lane, 1, 4);
+                    } else {
+                        held.load_chunks(next, lane, 0, 2);
+                    }
+                }
+                if (w == 7 && more) {
+                    if constexpr (FORMAT == F16) {
+                        held.load_chunks(next, lane, 2, 4);
+                        held.load_chunks(next, lane, 3, 4);
+                    } else {
+                        held.load_chunks(next, lane, 1, 2);
+                    }
+                    held.load_scales(next, lane);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                float* to = mine + (8 * j + 2 * t) * COLUMN_STRIDE + g;
+                to[0] = d[j][0];
+                to[COLUMN_STRIDE] = d[j][1];
+                to[8] = d[j][2];
+                to[COLUMN_STRIDE + 8] = d[j][3];
+            }
+        }
+        __syncthreads();
+        // Everybody adds some outputs up, segments in order. The other half of `sums` is free meanwhile.
+        const int first = turn * n_warps, count = min(n_warps, n_segments - first);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+            const int index = threadIdx.x + j * blockDim.x;
+            if (index >= n * TILE_ROWS) break;
+            const float* from = sums + (turn % 2) * n_warps * (NT * 8 * COLUMN_STRIDE) +
+                                (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
+            for (int i = 0; i < count; ++i) {
+                slab[j] = __fadd_rn(slab[j], from[i * (NT * 8 * COLUMN_STRIDE)]);
+                if ((first + i) % SLAB == SLAB - 1) {
+                    total[j] = __fadd_rn(total[j], slab[j]);
+                    slab[j] = 0.0f;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        const int index = threadIdx.x + j * blockDim.x;
+        if (index >= n * TILE_ROWS) break;
+        const int row = index / TILE_ROWS, output = tile * TILE_ROWS + index % TILE_ROWS;
+        if (output >= part.n_rows) continue;
+        const float sum = __fadd_rn(total[j], slab[j]);
+        // Both factors are powers of two: where the product stays in range, nothing is rounded.
+        const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
+        float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
+        *y = out.add ? __fadd_rn(*y, value) : value;
+    }
+}
+
+template <int NT, bool WIDE>
+DEVICE void dispatch(const Parts& parts, const Rows& rows, const Output& out) {
+    int tile = blockIdx.x, p = 0;
+    while (p + 1 < parts.n_parts && tile >= parts.part[p].n_tiles) tile -= parts.part[p++].n_tiles;
+    const Part& part = parts.part[p];
+    if constexpr (WIDE) {
+        if (part.format == U8_H32) return multiply<U8_H32, NT>(parts, part, tile, rows, out);
+        return multiply<F16, NT>(parts, part, tile, rows, out);
+    } else {
+        switch (part.format) {
+            case U4_H32: return multiply<U4_H32, NT>(parts, part, tile, rows, out);
+            case U4_K32: return multiply<U4_K32, NT>(parts, part, tile, rows, out);
+            case U5_H32: return multiply<U5_H32, NT>(parts, part, tile, rows, out);
+            case U5_K32: return multiply<U5_K32, NT>(parts, part, tile, rows, out);
+            case U6_S16: return multiply<U6_S16, NT>(parts, part, tile, rows, out);
+            case U4_H16: return multiply<U4_H16, NT>(parts, part, tile, rows, out);
+        }
+    }
+}
+
+// One entry for each number of 8-row groups of x; `wide` for the formats that take more registers. A block has
+// 4 to 8 warps, up to 10 for one group of rows.
+#define ENTRY(NAME, NT, WIDE, THREADS, BLOCKS)                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                  \
+        linear_##NAME(const __grid_constant__ Parts parts, const Rows rows, const Output out) {    \
+        dispatch<NT, WIDE>(parts, rows, out);                                                      \
+    }
+
+ENTRY(8, 1, false, 320, 3)
+ENTRY(16, 2, false, 256, 3)
+ENTRY(24, 3, false, 256, 2)
+ENTRY(32, 4, false, 256, 2)
+ENTRY(64, 8, false, 256, 1)
+ENTRY(wide8, 1, true, 320, 2)
+ENTRY(wide16, 2, true, 256, 2)
+ENTRY(wide24, 3, true, 256, 1)
+ENTRY(wide32, 4, true, 256, 1)
+ENTRY(wide64, 8, true, 256, 1)
