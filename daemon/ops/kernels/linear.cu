@@ -3,38 +3,7 @@
 // The sum over k has one order for every shape of launch: inside a segment of 256 the tensor core folds
 // the steps in their order (weight_tiles.cuh), segments are added left to right inside slabs of eight counted from k = 0,
 // slab sums left to right. Rows of x are columns of the product and do not touch each other.
-#include "weight_tiles.cuh"
-
-constexpr int MOST_PARTS = 3;
-
-// Rows of one stored matrix; several make one linear layer.
-struct Part {
-    const u8* tiles;
-    const float* row_scale;
-    int format;
-    int n_tiles;
-    int n_rows;
-    int first_output;
-};
-
-struct Parts {
-    Part part[MOST_PARTS];
-    int n_parts;
-    int n_segments;
-};
-
-// x as prepared by rows.cu: halves [n_segments][w][n][t] of 16 bytes, step hi = 0 then 1; a power of two for each row.
-struct Rows {
-    const uint4* halves;
-    const float* scale;
-    int n;
-};
-
-struct Output {
-    float* y;
-    int stride;  // floats from one row to the next
-    int add;     // y += instead of y =
-};
+#include "linear.cuh"
 
 constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
 
@@ -43,7 +12,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
     extern __shared__ float sums[];  // [2][warps][NT * 8][COLUMN_STRIDE]
     using L = Layout<FORMAT>;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
-    const int g = lane / 4, t = lane % 4, n = rows.n, n_segments = parts.n_segments;
+    const int g = lane / 4, t = lane % 4, n = rows.n, room = rows.room, n_segments = parts.n_segments;
     const u8* tiles = part.tiles + static_cast<u64>(tile) * n_segments * L::BYTES;
 
     Lane<FORMAT> held;
@@ -66,7 +35,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
             float d[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
-            const uint4* x = rows.halves + static_cast<u64>(segment) * 8 * n * 4 + t;
+            const uint4* x = rows.halves + static_cast<u64>(segment) * 8 * room * 4 + t;
             const u8* next = tiles + static_cast<u64>(segment + n_warps) * L::BYTES;
             const bool more = segment + n_warps < n_segments;
             Scales scales;
@@ -75,7 +44,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
                 if (w % 4 == 0) scales = scales_of<FORMAT>(held, w / 4);
                 uint4 b[NT];
 #pragma unroll
-                for (int j = 0; j < NT; ++j) b[j] = __ldg(x + (w * n + column[j]) * 4);
+                for (int j = 0; j < NT; ++j) b[j] = x[(w * room + column[j]) * 4];
                 u32 a[4];
                 step_halves<FORMAT>(a, held, scales, w, 0);
 #pragma unroll

@@ -4,45 +4,14 @@
 // Eight warps, 4 x 2; each holds two tiles of 16 outputs and 64 rows of x, unpacks its weights in registers and reads x
 // from a ring in shared memory. The third set of sums (over slabs) lives in shared memory too: registers hold the
 // segment's and the slab's.
-#include "weight_tiles.cuh"
+#include "linear.cuh"
 
-constexpr int MOST_PARTS = 3;
 constexpr int BLOCK_COLUMNS = 128;  // rows of x
 constexpr int BLOCK_TILES = 8;      // of 16 outputs
 constexpr int MT = 2, NT = 8;
 constexpr int STAGES = 4;
 constexpr int STAGE_STEPS = 2;  // values of w in a stage
 constexpr int STAGE_BYTES = STAGE_STEPS * BLOCK_COLUMNS * 64;
-constexpr int TOTALS_BYTES = 256 * MT * NT * 4 * 4;
-
-struct Part {
-    const u8* tiles;
-    const float* row_scale;
-    int format;
-    int n_tiles;
-    int n_rows;
-    int first_output;
-};
-
-struct Parts {
-    Part part[MOST_PARTS];
-    int n_parts;
-    int n_segments;
-};
-
-// As in linear.cu; n is a multiple of 128, rows behind the last one may hold anything.
-struct Rows {
-    const uint4* halves;
-    const float* scale;
-    int n;
-    int n_real;
-};
-
-struct Output {
-    float* y;
-    int stride;
-    int add;
-};
 
 // The ring is filled with x of steps first, first + 1 (counted through all segments).
 DEVICE void fill_stage(uint4* stage, const Rows& rows, int first, int n_steps, int column) {
@@ -51,7 +20,7 @@ DEVICE void fill_stage(uint4* stage, const Rows& rows, int first, int n_steps, i
         const int at = threadIdx.x + i * 256;  // [step][column][t]
         const int step = first + at / (BLOCK_COLUMNS * 4);
         if (step < n_steps)
-            cp_async16(stage + at, rows.halves + (static_cast<u64>(step) * rows.n + column) * 4 + at % (BLOCK_COLUMNS * 4));
+            cp_async16(stage + at, rows.halves + (static_cast<u64>(step) * rows.room + column) * 4 + at % (BLOCK_COLUMNS * 4));
     }
     cp_async_commit();
 }
@@ -163,7 +132,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const
             for (int e = 0; e < 4; ++e) {
                 const int output = tile * TILE_ROWS + g + 8 * (e / 2);
                 const int row = column + (warp % 2) * (BLOCK_COLUMNS / 2) + 8 * j + 2 * t + e % 2;
-                if (row >= rows.n_real || output >= part.n_rows) continue;
+                if (row >= rows.n || output >= part.n_rows) continue;
                 const float sum = __fadd_rn(totals[((i * NT + j) * 4 + e) * 256], slab[i][j][e]);
                 const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
                 float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
