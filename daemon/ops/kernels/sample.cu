@@ -1,4 +1,4 @@
-// The largest logit of each row, equal ones by the lowest id, and whether all of the row is finite.
+// The largest logit of each row, equal ones by the lowest id, and whether it can be used: no NaN or +inf beside it.
 #include "portable.cuh"
 
 constexpr int CHUNKS = 64;  // blocks for each row
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_chunks(const float*
     Best best = {-INFINITY, 0x7fffffff, 1};
     for (int id = blockIdx.x * THREADS + threadIdx.x; id < n_vocab; id += CHUNKS * THREADS) {
         const float v = row[id];
-        best.finite &= isfinite(v);
+        best.finite &= !(v != v) && v != INFINITY;  // -inf is a ban
         if (v > best.value || (v == best.value && id < best.id)) {
             best.value = v;
             best.id = id;
@@ -57,5 +57,5 @@ extern "C" __global__ void sample_greedy(const Best* chunks, int2* out) {
     pdl_launch();
     const Best* row = chunks + blockIdx.x * CHUNKS;
     const Best best = warp_best(better(row[threadIdx.x], row[threadIdx.x + WARP]));
-    if (threadIdx.x == 0) out[blockIdx.x] = make_int2(best.id, best.finite);
+    if (threadIdx.x == 0) out[blockIdx.x] = make_int2(best.id, best.finite && best.value > -INFINITY);
 }

@@ -1,0 +1,122 @@
+"""Linear layers on the GPU: prepared rows times tiled weights, one order of sums for every number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from slotd.daemon.ops.cuda_weights import Matrix, MatrixPart
+from slotd.daemon.ops.kernels import kernel
+
+#: Most rows of one launch of the kernel for few rows.
+MOST_FEW_ROWS = 64
+
+#: Rows of x and tiles of outputs of a block of the kernel for many rows, and its threads.
+PROMPT_COLUMNS, PROMPT_TILES, PROMPT_THREADS = 128, 8, 256
+
+#: Its shared memory: a ring of four stages of x, and the sums over slabs.
+PROMPT_SHARED = 4 * 2 * PROMPT_COLUMNS * 64 + PROMPT_THREADS * 64 * 4
+
+_MOST_PARTS = 3
+_ROW_GROUPS = (8, 16, 24, 32, 64)
+_COLUMN_STRIDE = 20
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("tiles", ctypes.c_uint64), ("row_scale", ctypes.c_uint64), ("format", ctypes.c_int32),
+        ("n_tiles", ctypes.c_int32), ("n_rows", ctypes.c_int32), ("first_output", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _Parts(ctypes.Structure):
+    _fields_ = [
+        ("part", _Part * _MOST_PARTS), ("n_parts", ctypes.c_int32), ("n_segments", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("n", ctypes.c_int32), ("room", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _Output(ctypes.Structure):
+    _fields_ = [("y", ctypes.c_uint64), ("stride", ctypes.c_int32), ("add", ctypes.c_int32)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows as the linear kernels read them (kernels/rows.cu).
+
+    Attributes:
+        halves: uint8, [segments, 8, room, 4] pieces of 16 bytes.
+        scale: float32 [room], the power of two of each row.
+        n: rows.
+        room: rows that there is memory for.
+    """
+
+    halves: Any
+    scale: Any
+    n: int
+    room: int
+
+
+def room_for(n: int) -> int:
+    """Rows to allocate for n: the kernel for many rows takes them in blocks."""
+    return n if n <= MOST_FEW_ROWS else -(-n // PROMPT_COLUMNS) * PROMPT_COLUMNS
+
+
+def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
+    """y = x weight^T, or y += it. y: float32 [x.n, weight.n_out], rows contiguous."""
+    rows = _Rows(x.halves.data.ptr, x.scale.data.ptr, x.n, x.room)
+    output = _Output(y.data.ptr, y.strides[0] // 4, int(add))
+    if x.n > MOST_FEW_ROWS:
+        for part in weight.parts:
+            grid = (x.room // PROMPT_COLUMNS, -(-part.n_tiles // PROMPT_TILES))
+            name = f"linear_prompt_{part.format.name}"
+            args = (_parts([part], weight), rows, output)
+            kernel(name).launch(grid, PROMPT_THREADS, args, smem=PROMPT_SHARED, pdl=True)
+        return
+    group = next(group for group in _ROW_GROUPS if group >= x.n)
+    for wide in (False, True):
+        parts = [part for part in weight.parts if part.format.wide == wide]
+        if not parts:
+            continue
+        tiles = sum(part.n_tiles for part in parts)
+        warps = warps_for(tiles, weight.n_segments, group)
+        smem = 2 * warps * group * _COLUMN_STRIDE * 4
+        name = f"linear_{'wide' if wide else ''}{group}"
+        kernel(name).launch(tiles, warps * 32, (_parts(parts, weight), rows, output), smem=smem, pdl=True)
+
+
+@lru_cache(maxsize=256)
+def warps_for(n_tiles: int, n_segments: int, group: int) -> int:
+    """Warps that share the segments of a tile. Any number gives the same sums; the best was measured.
+
+    Few tiles need many warps each to fill the card; otherwise the number that leaves no warp without a
+    segment in the last turn wins.
+    """
+    most = 10 if group == 8 else 8
+    choices = range(4, most + 1)
+    if n_segments <= most:
+        return max(4, n_segments)
+
+    def cost(warps: int) -> tuple[int, int]:
+        turns = -(-n_segments // warps)
+        return turns * warps - n_segments, -warps if n_tiles < 1024 else warps
+
+    return min(choices, key=cost)
+
+
+def _parts(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:
+    listed = list(parts)
+    entries = [
+        _Part(p.tiles.data.ptr, p.row_scale.data.ptr, p.format.number, p.n_tiles, p.rows, p.first) for p in listed
+    ]
+    return _Parts((_Part * _MOST_PARTS)(*entries), len(entries), weight.n_segments)
+
+

@@ -1,0 +1,27 @@
+"""The next token chosen on the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from slotd.daemon.memory import Ledger
+from slotd.daemon.ops.kernels import kernel
+
+#: Blocks that share a row of logits, and bytes of what each finds.
+CHUNKS, BEST_BYTES = 64, 12
+THREADS = 256
+
+
+def greedy(memory: Ledger, logits: Any) -> Any:
+    """int32 [n, 2] on the device: id of the highest logit (the lowest of equals), and whether it can be used.
+
+    logits: float32 [n, n_vocab]. It cannot when a NaN or +inf is among the logits, or nothing but -inf.
+    """
+    n, n_vocab = logits.shape
+    chunks = memory.empty((n * CHUNKS * BEST_BYTES,), np.uint8)
+    out = memory.empty((n, 2), np.int32)
+    kernel("sample_chunks").launch((CHUNKS, n), THREADS, (logits, n_vocab, chunks), pdl=True)
+    kernel("sample_greedy").launch(n, 32, (chunks, out), pdl=True)
+    return out
