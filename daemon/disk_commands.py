@@ -262,7 +262,7 @@ def slot_identity(engine: Engine, check_stop: Callable[[], None]) -> Identity:
         content = content_hash(engine.path, check_stop)
     return Identity(
         model=engine.identity, content=content, k=engine.k_type, v=engine.v_type, window=0,
-        math="exact" if engine.exact else "float32", page=PAGE,
+        math=engine.backend.math, page=PAGE,
         page_bytes=PAGE * engine.store.bytes_per_token,
     )  # fmt: skip
 

@@ -15,37 +15,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slotd.daemon import blas_threads
-from slotd.daemon.kv.batches import build_batch
-from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.backend import Backend, Outputs, Runner
 from slotd.daemon.kv.host_tier import HostTier
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
-from slotd.daemon.kv.store import PageStore
-from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
-from slotd.daemon.models.model import Interrupt, Model
-from slotd.daemon.models.registry import load_model
-from slotd.daemon.ops.blas import BlasThreads
-from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
+from slotd.daemon.kv.store import Place
+from slotd.daemon.memory import OutOfDeviceMemory
+from slotd.daemon.models.model import Interrupt
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.kv_formats import check_kv_formats
 from slotd.daemon.weights.reader import ModelFile, open_model
 from slotd.protocol.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What a forward returns.
-
-    Attributes:
-        logits: float32 [m, n_vocab], one row for each row of the call that wanted them, in call order.
-        rows: int64 [m], index of these rows in the call.
-    """
-
-    logits: npt.NDArray[np.float32]
-    rows: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +44,15 @@ class Engine:
 
     Args:
         file: the open model file; may be closed afterwards.
-        memory: the ledger; default: one without a limit.
-        k_type, v_type: how K and V are stored, by name.
+        backend: the device that computes.
+        k_type, v_type: how K and V are stored, by name; default: the backend's.
         max_ctx: most positions of a sequence; default: what the model was made for.
-        exact: make the bits of a row independent of the rows beside it.
         n_slots: number of slots.
         host_cache: bytes of the host tier of slots, 0 = none.
 
     Raises:
-        ConfigError: a K/V type that is unknown or does not fit the model's heads, or a BLAS that cannot keep
-            `exact`.
+        ConfigError: a K/V type that is unknown or does not fit the model's heads, or a promise of the backend
+            that this machine cannot keep.
         ModelError: an architecture without code.
         OutOfDeviceMemory: the weights do not fit.
     """
@@ -79,35 +60,29 @@ class Engine:
     def __init__(
         self,
         file: ModelFile,
+        backend: Backend,
         *,
-        memory: DeviceMemory | None = None,
-        k_type: str = "f32",
-        v_type: str = "f32",
+        k_type: str | None = None,
+        v_type: str | None = None,
         max_ctx: int | None = None,
-        exact: bool = False,
         n_slots: int = 8,
         host_cache: int = 0,
     ) -> None:
+        self.backend = backend
+        self.k_type, self.v_type = k_type or backend.kv_type, v_type or backend.kv_type
         self.hyper = h = file.hyper
-        check_kv_formats(h, k_type, v_type)
+        check_kv_formats(h, self.k_type, self.v_type)
         self.max_ctx = h.n_ctx_train if max_ctx is None else max_ctx
-        self.memory = memory or DeviceMemory()
-        self.store = PageStore(
-            self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
-        )
+        self.memory = backend.memory
+        self.store = backend.page_store(h, self.k_type, self.v_type)
         self.slots = Slots(self.store.pages, n_slots)
-        self.k_type, self.v_type, self.exact = k_type, v_type, exact
-        self.host_tier = HostTier(self.memory, self.store, self.slots, host_cache)
+        self.host_tier = HostTier(backend, self.store, self.slots, host_cache)
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
         self.path = file.path
-        self._ops = NumpyOps(self.memory, exact)
-        self._threads = BlasThreads(adapt=not exact and not blas_threads.chosen_by_user())
-        self._loaded: Model | None = load_model(file, self._ops, self.memory)
+        self._loaded: Runner | None = backend.load_model(file, self.store, self.max_ctx)
         self._sequences: set[Sequence] = set()
         self._open: dict[Sequence, _Open] = {}
-        if exact:
-            self._check_exact()
 
     # ----- the weights
 
@@ -136,11 +111,11 @@ class Engine:
         with open_model(self.path) as file:
             if file.identity != self.identity:
                 raise ModelError(f"{self.path}: the file has changed since the daemon started")
-            self._loaded = load_model(file, self._ops, self.memory)
+            self._loaded = self.backend.load_model(file, self.store, self.max_ctx)
         return True
 
     @property
-    def _model(self) -> Model:
+    def _runner(self) -> Runner:
         if self._loaded is None:
             raise ValueError("the weights are parked")
         return self._loaded
@@ -224,13 +199,12 @@ class Engine:
             self._known(sequence)
         for sequence in rows.sequences:
             self.drop(sequence)
-        with self._threads.call(kind.value, len(rows)):
-            if kind is Kind.PROMPT:
-                outputs = self._forward_prompt(rows, interrupt)
-            else:
-                with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
-                    self._make_writable(rows)
-                    outputs = self._compute(rows, self._model.embed(rows.tokens), interrupt)
+        if kind is Kind.PROMPT:
+            outputs = self._forward_prompt(rows, interrupt)
+        else:
+            with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
+                self._make_writable(rows)
+                outputs = self._runner.step(rows, interrupt)
         start = 0
         for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
             inside = slice(start, start + n)
@@ -309,14 +283,12 @@ class Engine:
         return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start)
 
     def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """A copy in device memory.
+        """A copy as a slot keeps it.
 
         Raises:
             OutOfDeviceMemory: at the current site.
         """
-        kept = self.memory.empty(logits.shape, tag="snapshot")
-        kept[...] = logits
-        return kept
+        return self.backend.keep_logits(logits)
 
     def restore(self, number: int, length: int | None = None) -> Sequence:
         """A new sequence with the first `length` tokens of a slot (default: all), brought back to the device.
@@ -370,22 +342,11 @@ class Engine:
     def _forward_prompt(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
         with self.memory.site("prefill_build"):
             self._make_writable(rows)
-            # Taken and given back: the pool keeps the block for the embedding, so that a real shortage is
-            # met here, where something can be given up for it.
-            self.memory.empty((len(rows), self.hyper.n_embd))
+            self._runner.reserve(rows)
         with self.memory.site("prefill_embed"):
-            x = self._model.embed(rows.tokens)
+            x = self._runner.embed(rows)
         with self.memory.site("prefill_compute"):
-            return self._compute(rows, x, interrupt)
-
-    def _compute(self, rows: Rows, x: npt.NDArray[np.float32], interrupt: Interrupt | None) -> Outputs:
-        batch = build_batch(rows, self.store)
-        wanted = np.flatnonzero(rows.logits)
-        # exp(-gate) may pass the largest float32 (silu is 0 then); values that are not finite show in the
-        # logits, where the caller looks for them.
-        with np.errstate(over="ignore", invalid="ignore"):
-            hidden = self._model.forward(x, batch, interrupt)
-            return Outputs(self._model.logits(hidden[wanted]), wanted)
+            return self._runner.prompt(rows, x, interrupt)
 
     def _make_writable(self, rows: Rows) -> None:
         """Every page that the rows go to is there, private, and zero behind the committed end."""
@@ -421,21 +382,15 @@ class Engine:
         length = len(sequence)
         moved = [(row, i) for i, row in enumerate(local.tolist()) if row != i]
         if moved:
-            self._ops.kv_move(
-                [self._place(sequence, length + row) for row, _ in moved],
-                [self._place(sequence, length + i) for _, i in moved],
+            self.store.move(
+                [_place(sequence, length + row) for row, _ in moved],
+                [_place(sequence, length + i) for _, i in moved],
             )
-
-    def _place(self, sequence: Sequence, place: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        return self.store.place(sequence.pages[place // PAGE], place % PAGE)
 
     def _known(self, sequence: Sequence) -> None:
         if sequence not in self._sequences:
             raise ValueError("not an open sequence of this engine")
 
-    def _check_exact(self) -> None:
-        checked: set[tuple[int, ...]] = set()
-        for weight in self._model.linear_weights():
-            if weight.size >= BIG_WEIGHT and weight.shape not in checked:
-                checked.add(weight.shape)
-                self._ops.check_exact(weight)
+
+def _place(sequence: Sequence, place: int) -> Place:
+    return sequence.pages[place // PAGE], place % PAGE

@@ -37,6 +37,9 @@ class Sampler:
     Args:
         sampling: the parameters; their ranges, and that bias ids are in the vocabulary, were checked before.
         seed: the seed in force, 0 .. 2^64 - 1 (`sampling.seed`, or the one that was drawn for it).
+
+    Attributes:
+        takes_best: the token is always that of the best raw logit, banned ids aside.
     """
 
     def __init__(self, sampling: Sampling, seed: int) -> None:
@@ -49,6 +52,7 @@ class Sampler:
             or sampling.frequency_penalty != 0.0
             or sampling.presence_penalty != 0.0
         )
+        self.takes_best = sampling.temperature == 0.0 and not len(self._bias) and not self._penalises
 
     def sample(self, logits: Logits, history: TokenIds, n: int, banned: Collection[int] = ()) -> int:
         """The id of the n-th generated token.

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from slotd.daemon.admission import Admission
+from slotd.daemon.backend import HostOutputs, Outputs
 from slotd.daemon.disk_commands import DiskCommands
-from slotd.daemon.engine import Engine, Outputs
+from slotd.daemon.engine import Engine
 from slotd.daemon.inline_snapshots import InlineSnapshots
 from slotd.daemon.job import Job, Phase
 from slotd.daemon.kv.pages import PAGE
@@ -28,10 +28,10 @@ from slotd.daemon.link import Emit, Finished, Line, Progress, State, Stop, Submi
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.models.model import Interrupted
+from slotd.daemon.next_token import next_token
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
-from slotd.daemon.sampling import logprobs
 from slotd.daemon.slot_chains import chain_restored
 from slotd.daemon.slot_commands import SlotCommands, describe
 from slotd.protocol.errors import Value
@@ -51,8 +51,6 @@ STATE_INTERVAL = 0.1
 PAUSED_WAIT = 0.01
 
 log = logging.getLogger(__name__)
-
-Logits = npt.NDArray[np.float32]
 
 T = TypeVar("T")
 
@@ -252,7 +250,7 @@ class Scheduler:
         assert job.sequence is not None
         self._snapshots.take(job, None)
         if job.restored_logits is not None:
-            self._prompt_is_known(job, job.restored_logits)
+            self._prompt_is_known(job, HostOutputs(job.restored_logits[None], np.zeros(1, dtype=np.int64)))
             return
         start, end = job.prefilled, self._piece_end(job, beside_decode)
         at_snapshot = not job.snap_done and job.command.snap is not None and end == job.command.snap.at
@@ -262,10 +260,10 @@ class Scheduler:
         if job.trims.completed(end - start):
             self._recovery.trim("interval")
         self._deliver(Progress(job.key, end, len(job.ids)))
-        if wanted == "last":
+        if wanted == "last" and not job.snap_done:
             self._snapshots.take(job, outputs.logits[-1])
         if end == len(job.ids):
-            self._prompt_is_known(job, outputs.logits[-1])
+            self._prompt_is_known(job, outputs)
 
     def _compute_piece(self, job: Job, rows: Rows) -> Outputs:
         began = self._clock()
@@ -290,13 +288,13 @@ class Scheduler:
     def _try(self, job: Job, work: Callable[[], T]) -> T:
         return self._recovery.attempt(work, job.account, job.pinned)
 
-    def _prompt_is_known(self, job: Job, logits: Logits) -> None:
+    def _prompt_is_known(self, job: Job, outputs: Outputs) -> None:
         if job.n_gen == 0:
             self._finish(job, "ok")
             return
         job.phase = Phase.DECODE
         job.account.enter("decode")
-        self._choose(job, logits)
+        self._choose(job, outputs, len(outputs.rows) - 1)
 
     # ----- decode
 
@@ -312,48 +310,45 @@ class Scheduler:
 
     def _step_together(self, jobs: list[Job]) -> list[Job]:
         """One step of all jobs in one call. Returns those that have to be stepped alone."""
-        committed, failure = [], None
+        n_committed, failure = 0, None
         try:
             outputs = self._engine.forward(Rows.join([_next_row(job) for job in jobs]), Kind.STEP)
             for row, job in enumerate(jobs):
                 self._engine.commit(job.running_sequence, [row])
-                committed.append((job, outputs.logits[row]))
+                n_committed += 1
         except OutOfDeviceMemory as error:
             failure = error.bare()
         except Exception as error:
             log.info("a step of %d sequences failed, each is stepped alone: %s", len(jobs), error)
         if failure is not None:
             self._recovery.split(failure)
-        alone = jobs[len(committed) :]  # what the others have committed stays
-        for job, logits in committed:
-            self._choose_or_fail(job, logits)
-        return alone
+        for row, job in enumerate(jobs[:n_committed]):
+            self._choose_or_fail(job, outputs, row)
+        return jobs[n_committed:]  # what the others have committed stays
 
     def _step_alone(self, job: Job) -> None:
         try:
-            logits = self._try(job, lambda: self._compute_step(job))
+            outputs = self._try(job, lambda: self._compute_step(job))
         except Exception as error:
             self._fail(job, error)
         else:
-            self._choose_or_fail(job, logits)
+            self._choose_or_fail(job, outputs, 0)
 
-    def _compute_step(self, job: Job) -> Logits:
+    def _compute_step(self, job: Job) -> Outputs:
         outputs = self._engine.forward(_next_row(job), Kind.STEP)
         self._engine.commit(job.running_sequence, [0])
-        logits: Logits = outputs.logits[0]
-        return logits
+        return outputs
 
-    def _choose_or_fail(self, job: Job, logits: Logits) -> None:
+    def _choose_or_fail(self, job: Job, outputs: Outputs, row: int) -> None:
         try:
-            self._choose(job, logits)
+            self._choose(job, outputs, row)
         except Exception as error:
             self._fail(job, error)
 
-    def _choose(self, job: Job, logits: Logits) -> None:
-        """Sample the next token, hand it out, and end the answer when it says so."""
+    def _choose(self, job: Job, outputs: Outputs, row: int) -> None:
+        """Sample the next token from a row of logits, hand it out, and end the answer when it says so."""
         job.account.enter("sample")
-        token = job.sampler.sample(logits, job.history, len(job.produced), job.banned)
-        scores = (logprobs(logits, token, job.command.logprobs),) if job.command.logprobs else ()
+        token, scores = next_token(job, outputs, row)
         job.take(token)
         self._totals["generated_tokens"] += 1
         job.account.enter("emit")

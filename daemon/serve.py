@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from slotd.daemon.config import Config
 from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
@@ -22,6 +20,7 @@ from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import EMBED
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
@@ -50,14 +49,14 @@ def build_engine(config: Config) -> Engine:
     if max_ctx > model.hyper.n_ctx_train:
         log.warning("--max-ctx %d is beyond the %d positions the model was trained for; answers may degrade",
                     max_ctx, model.hyper.n_ctx_train)  # fmt: skip
+    memory = DeviceMemory(config.memory_limit, Faults.parse(os.environ.get("SLOTD_FAULT")))
     try:
         engine = Engine(
             model,
-            memory=DeviceMemory(config.memory_limit, Faults.parse(os.environ.get("SLOTD_FAULT"))),
+            NumpyBackend(memory, config.exact),
             max_ctx=max_ctx,
             k_type=config.k_type,
             v_type=config.v_type,
-            exact=config.exact,
             n_slots=config.slots,
             host_cache=default_budget() if config.host_cache is None else config.host_cache,
         )
@@ -177,7 +176,7 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
             "identity": engine.identity, "n_vocab": hyper.n_vocab, "n_ctx_train": hyper.n_ctx_train,
             "eos_ids": sorted(hyper.stop_ids),
         },
-        "backend": {"name": "numpy", "numpy": np.__version__, "math": "exact" if config.exact else "float32"},
+        "backend": engine.backend.report(),
         "max_ctx": engine.max_ctx,
         "slots": config.slots,
         "kv": {

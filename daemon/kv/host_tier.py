@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from slotd.daemon.kv.pages import pages_for
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.kv.store import PageStore
-from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.memory import Ledger
 from slotd.protocol.errors import SlotdError
 
 log = logging.getLogger(__name__)
@@ -50,20 +50,31 @@ class HostCounts:
     dropped: int = 0
 
 
+class Device(Protocol):
+    """What the tier needs of the backend; see `backend.Backend`."""
+
+    @property
+    def memory(self) -> Ledger: ...
+    @property
+    def logits_on_device(self) -> bool: ...
+    def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...
+
+
 class HostTier:
     """Moves slots between pages and host memory.
 
     Args:
-        memory: the ledger of the device.
+        device: whose memory it relieves.
         store: the pages.
         slots: the slots that are moved.
         budget: most bytes in host memory, 0 = none.
     """
 
-    def __init__(self, memory: DeviceMemory, store: PageStore, slots: Slots, budget: int) -> None:
+    def __init__(self, device: Device, store: PageStore, slots: Slots, budget: int) -> None:
         self.budget = budget
         self.counts = HostCounts()
-        self._memory = memory
+        self._device = device
+        self._memory = device.memory
         self._store = store
         self._slots = slots
 
@@ -91,8 +102,10 @@ class HostTier:
         """Device bytes that nobody but this slot holds."""
         if slot.host is not None:
             return 0
-        own = sum(self._store.pages.references(page) == 1 for page in slot.pages)
-        return own * self._store.page_bytes + (0 if slot.logits is None else slot.logits.nbytes)
+        own = sum(self._store.pages.references(page) == 1 for page in slot.pages) * self._store.page_bytes
+        if slot.logits is None or not self._device.logits_on_device:
+            return own
+        return own + slot.logits.nbytes
 
     def size(self, slot: Slot) -> int:
         """Bytes of a slot, the same in both tiers."""
@@ -149,8 +162,7 @@ class HostTier:
         with self._memory.site("slot_move"):
             logits = None
             if slot.logits is not None:
-                logits = self._memory.empty(slot.logits.shape, tag="snapshot")
-                logits[...] = slot.logits
+                logits = self._device.keep_logits(slot.logits)
             pages = self._store.allocate(pages_for(slot.places))
         self._store.write(pages, slot.host)
         slot.pages, slot.host, slot.logits = tuple(pages), None, logits

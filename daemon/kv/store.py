@@ -15,9 +15,12 @@ import numpy as np
 
 from slotd.daemon.kv.element_types import KvType
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
-from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.memory import Ledger
 from slotd.daemon.ops.batch import Array, Piece, Run
 from slotd.daemon.ops.kv_blocks import stored_bytes
+
+#: Where one token's K and V lie: page, and place in it.
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class PageStore:
 
     def __init__(
         self,
-        memory: DeviceMemory,
+        memory: Ledger,
         n_layer: int,
         n_head_kv: int,
         head_dim: int,
@@ -185,6 +188,23 @@ class PageStore:
         to_segment, to_index = self._locate(target)
         for to_plane, from_plane in ((to_segment.k, from_segment.k), (to_segment.v, from_segment.v)):
             stored_bytes(to_plane[:, to_index, :, :n])[...] = stored_bytes(from_plane[:, from_index, :, :n])
+
+    def move(self, sources: Sequence[Place], targets: Sequence[Place]) -> None:
+        """Move the stored bytes of tokens. All sources are read before any target is written.
+
+        Raises:
+            OutOfDeviceMemory: no room to hold them; nothing has changed then.
+        """
+        held = [self._held(plane) for place in sources for plane in self.place(*place)]
+        views = [stored_bytes(plane) for place in targets for plane in self.place(*place)]
+        for plane, target in zip(held, views, strict=True):
+            target[...] = plane
+
+    def _held(self, plane: Array) -> Array:
+        stored = stored_bytes(plane)
+        copy: Array = self._memory.empty(stored.shape, stored.dtype)
+        copy[...] = stored
+        return copy
 
     def read_page(self, page: int, n: int, buffer: memoryview) -> None:
         """The first n places of a page as stored bytes: [n_layer, n_head_kv, n, dim] of K, then of V."""

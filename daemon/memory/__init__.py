@@ -1,7 +1,8 @@
 """Device memory: the ledger, its pool, failures on purpose, and what is given up under pressure."""
 
 from slotd.daemon.memory.faults import Faults
-from slotd.daemon.memory.ledger import SITES, TAGS, DeviceMemory, OutOfDeviceMemory
+from slotd.daemon.memory.interface import SITES, TAGS, Ledger, OutOfDeviceMemory
+from slotd.daemon.memory.ledger import DeviceMemory
 from slotd.daemon.memory.pressure import Policy
 
-__all__ = ["SITES", "TAGS", "DeviceMemory", "Faults", "OutOfDeviceMemory", "Policy"]
+__all__ = ["SITES", "TAGS", "DeviceMemory", "Faults", "Ledger", "OutOfDeviceMemory", "Policy"]

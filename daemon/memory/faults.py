@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from slotd.daemon.memory.ledger import SITES
+from slotd.daemon.memory.interface import SITES
 from slotd.protocol.errors import ConfigError
 
 #: The environment variable.

@@ -16,67 +16,17 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.memory.interface import FLOAT32, TAGS, Ledger, OutOfDeviceMemory
 from slotd.daemon.memory.pool import Block, Pool, new_block, size_class
-from slotd.protocol.errors import SlotdError
 
 if TYPE_CHECKING:
     from slotd.daemon.memory.faults import Faults
-
-FLOAT32 = np.dtype(np.float32)
-
-#: What keeps freed blocks: a pool of blocks by size, or the driver's virtual memory, which needs no trim.
-PoolKind = Literal["legacy", "vmm"]
-
-#: What an allocation may be for.
-TAGS = ("weights", "draft", "drafter", "kv", "state", "snapshot", "scratch")
-
-#: Named places where memory can run out (design section 4); `SLOTD_FAULT` takes these names.
-SITES = (
-    "prefill_reserve",
-    "prefill_embed",
-    "prefill_build",
-    "prefill_compute",
-    "commit",
-    "decode",
-    "draft",
-    "verify",
-    "snapshot",
-    "restore",
-    "slot_move",
-    "draft_load",
-    "drafter_load",
-    "score",
-)
-
-#: The site outside all named ones: loading the model.
-START = "start"
-
-
-class OutOfDeviceMemory(SlotdError):
-    """An allocation failed. Cached blocks may be the cause: the pool never releases them by itself.
-
-    Attributes:
-        site: where it happened, one of SITES or START.
-        requested: bytes asked for (0 when the failure was injected).
-        free: bytes that were left beside live and cached blocks.
-    """
-
-    def __init__(self, site: str, requested: int, free: int) -> None:
-        self.site = site
-        self.requested = requested
-        self.free = free
-        super().__init__(f"out of device memory: site={site} requested={requested} free={free}")
-
-    def bare(self) -> OutOfDeviceMemory:
-        """The same failure without its traceback, whose frames hold the arrays of the step that failed."""
-        return OutOfDeviceMemory(self.site, self.requested, self.free)
 
 
 class _Lease(weakref.ref[memoryview]):
@@ -88,29 +38,20 @@ class _Lease(weakref.ref[memoryview]):
     tag: str
 
 
-class DeviceMemory:
-    """Owner of all arrays of the engine. Thread-safe.
+class DeviceMemory(Ledger):
+    """The ledger over host memory, for the NumPy backend.
 
-    Args:
-        limit: most bytes in live and cached blocks together; None = what the machine has.
-        faults: failures to inject when a site is passed.
-
-    Attributes:
-        pool_kind: "legacy": freed blocks stay cached by size class until they are trimmed.
+    Freed blocks stay cached by size class until they are trimmed.
     """
 
-    pool_kind: PoolKind = "legacy"
-
     def __init__(self, limit: int | None = None, faults: Faults | None = None) -> None:
-        self.limit = limit
-        self._faults = faults
+        super().__init__(limit, faults)
         self._pool = Pool()
         self._live = dict.fromkeys(TAGS, 0)
         self._leases: dict[int, _Lease] = {}
         self._returned: deque[_Lease] = deque()
         self._note_return = self._returned.append
         self._lock = threading.RLock()
-        self._here = threading.local()
 
     def empty(
         self, shape: tuple[int, ...], dtype: npt.DTypeLike = FLOAT32, tag: str = "scratch"
@@ -139,42 +80,6 @@ class DeviceMemory:
             lease.tag = tag
             self._leases[id(lease)] = lease
         return flat.reshape(shape)
-
-    @contextmanager
-    def site(self, name: str) -> Iterator[None]:
-        """Pass a named site: an injected fault is raised here, a failure inside names it.
-
-        Raises:
-            OutOfDeviceMemory: injected by `SLOTD_FAULT`.
-            ValueError: not one of SITES.
-        """
-        if name not in SITES:
-            raise ValueError(f"{name!r} is not a site")
-        if self._faults is not None and self._faults.hits(name):
-            raise OutOfDeviceMemory(name, 0, self.free)
-        with self.within(name):
-            yield
-
-    @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        """Name a failure inside after a site without passing it: no fault is injected or counted.
-
-        Raises:
-            ValueError: not one of SITES.
-        """
-        if name not in SITES:
-            raise ValueError(f"{name!r} is not a site")
-        outer = self.current_site
-        self._here.site = name
-        try:
-            yield
-        finally:
-            self._here.site = outer
-
-    @property
-    def current_site(self) -> str:
-        """The innermost site of this thread."""
-        return getattr(self._here, "site", START)
 
     def trim(self) -> int:
         """Release all cached blocks. Returns the bytes released."""

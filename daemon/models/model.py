@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from slotd.daemon.ops.batch import Array, Batch
+from slotd.daemon.ops.interface import Array, CallBatch, Matrix, Tokens
+from slotd.daemon.weights.architectures import HyperParameters
 from slotd.protocol.errors import SlotdError
 
 #: Asked between layers: whether the call is to be given up.
@@ -22,11 +20,16 @@ class Interrupted(SlotdError):
 class Model(Protocol):
     """One architecture, loaded."""
 
-    def embed(self, tokens: npt.NDArray[np.int32]) -> Array:
+    @property
+    def hyper(self) -> HyperParameters:
+        """Of the file it was read from."""
+        ...
+
+    def embed(self, tokens: Tokens) -> Array:
         """[n] -> residual stream before the first layer, [n, n_embd]."""
         ...
 
-    def forward(self, x: Array, batch: Batch, interrupt: Interrupt | None) -> Array:
+    def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
         """Residual stream behind the last layer, [n, n_embd]. Uses up x; writes K/V of the rows.
 
         Raises:
@@ -39,6 +42,6 @@ class Model(Protocol):
         """[m, n_embd] -> [m, n_vocab]."""
         ...
 
-    def linear_weights(self) -> Iterable[Array]:
-        """Every matrix that `linear` multiplies with."""
+    def linear_weights(self) -> Iterable[Matrix]:
+        """Every matrix that rows are multiplied with."""
         ...

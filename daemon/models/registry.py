@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.models.llama import Llama
 from slotd.daemon.models.model import Model
 from slotd.daemon.ops.interface import Ops
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ModelError
 
-MODELS: Mapping[str, Callable[[ModelFile, Ops, DeviceMemory], Model]] = {"llama": Llama}
+MODELS: Mapping[str, Callable[[ModelFile, Ops, int], Model]] = {"llama": Llama}
 
 
-def load_model(file: ModelFile, ops: Ops, memory: DeviceMemory) -> Model:
-    """Read all weights of a model.
+def load_model(file: ModelFile, ops: Ops, max_ctx: int) -> Model:
+    """Read all weights of a model, for sequences of up to max_ctx positions.
 
     Raises:
         ModelError: no code for its architecture.
@@ -25,4 +24,4 @@ def load_model(file: ModelFile, ops: Ops, memory: DeviceMemory) -> Model:
     if arch not in MODELS:
         supported = ", ".join(sorted(MODELS))
         raise ModelError(f"{file.path}: architecture {arch!r} is not supported (supported: {supported})")
-    return MODELS[arch](file, ops, memory)
+    return MODELS[arch](file, ops, max_ctx)

@@ -101,7 +101,7 @@ class Batch:
     tokens: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
     spans: tuple[Span, ...]
-    plans: dict[str, Any] = field(default_factory=dict, compare=False)
+    plans: dict[object, Any] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)

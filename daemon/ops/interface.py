@@ -2,71 +2,105 @@
 
 n = rows of the call, H = query heads, G = key/value heads, D = width of a query and key head, E = width of a
 value head. Arrays are float32 in the backend's memory. An op returns a new array unless it says "in place".
+Ops are as coarse as the fastest backend needs them: a norm belongs to the product behind it.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from slotd.daemon.weights.reader import ModelFile
 
-from slotd.daemon.ops.batch import Array, Batch
-from slotd.daemon.ops.rope import RopeTable
+#: A float32 array of the backend.
+Array = Any
+
+#: Token ids of a call, int32 [n], where the backend wants them.
+Tokens = Any
+
+#: A weight [n_out, n_in] as the backend stores it; models only pass it on.
+Matrix = Any
+
+#: Angles by position, as the backend keeps them.
+RopeTable = Any
+
+#: What the backend's own batch builder made of the rows of a call.
+CallBatch = Any
 
 #: Which dimensions of a head turn together: interleaved = (2i, 2i+1), half = (i, i + dims/2).
 RopeStyle = Literal["interleaved", "half"]
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a row of `qkv` is divided: H heads of D (queries), G of D (keys), G of E (values)."""
+
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def row(self) -> int:
+        """Numbers in a row of `qkv`."""
+        return (self.n_head + self.n_head_kv) * self.head_dim + self.n_head_kv * self.value_dim
+
+
 class Ops(Protocol):
     """A backend. Every op may raise OutOfDeviceMemory."""
 
-    def embed(self, tokens: npt.NDArray[np.int32], table: Array) -> Array:
-        """Rows of `table` [n_vocab, n_embd] for `tokens` [n] -> [n, n_embd]."""
+    @property
+    def loaders(self) -> int:
+        """How many threads may read weights at once."""
         ...
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis. x [n, m], weight [m] -> [n, m]."""
+    def matrix(self, file: ModelFile, *names: str) -> Matrix:
+        """Tensors [n_out, n_in] of the file, one below the other, as a weight."""
         ...
 
-    def linear(self, x: Array, weight: Array) -> Array:
-        """x weight^T. x [n, n_in], weight [n_out, n_in] -> [n, n_out]."""
+    def vector(self, file: ModelFile, name: str) -> Array:
+        """A one-dimensional tensor of the file."""
         ...
 
-    def rope_table(self, base: float, dims: int, divisors: Array | None) -> RopeTable:
-        """The angles of a model: position * base^(-2i/dims) / divisors[i], i = 0 .. dims/2 - 1."""
+    def rope_table(self, base: float, dims: int, divisors: Array | None, max_ctx: int) -> RopeTable:
+        """Angles position * base^(-2i/dims) / divisors[i], i = 0 .. dims/2 - 1, for positions below max_ctx.
+
+        divisors: float32 [dims/2] in host memory, the model's `rope_freqs`, or None.
+        """
         ...
 
-    def rotations(self, table: RopeTable, positions: npt.NDArray[np.int64]) -> Array:
-        """cos + i sin of the angles at `positions` [n] -> complex64 [n, dims/2]."""
+    def embed(self, tokens: Tokens, table: Matrix) -> Array:
+        """Rows of `table` [n_vocab, n_embd] for `tokens` -> [n, n_embd]."""
         ...
 
-    def rope(self, x: Array, rotations: Array, style: RopeStyle) -> None:
-        """Rotate the first `dims` of every head, in place. x [n, heads, D], rotations [n, dims/2]."""
+    def norm_linear(self, x: Array, norm: Array, eps: float, weight: Matrix) -> Array:
+        """(x / sqrt(mean(x^2) + eps) * norm) weight^T. x [n, n_in], norm [n_in] -> [n, n_out]."""
         ...
 
-    def kv_write(self, layer: int, k: Array, v: Array, batch: Batch) -> None:
-        """Store K and V of all rows at their places, in the stored type. k [n, G, D], v [n, G, E]."""
+    def add_linear(self, x: Array, y: Array, weight: Matrix) -> None:
+        """x += y weight^T, in place. x [n, n_out], y [n, n_in]."""
         ...
 
-    def attend(self, layer: int, q: Array, batch: Batch, scale: float) -> Array:
+    def add_swiglu_linear(self, x: Array, gate_up: Array, weight: Matrix) -> None:
+        """x += (silu(gate) * up) weight^T, in place. gate_up [n, 2 n_in], gate in the first half."""
+        ...
+
+    def rope_store(
+        self, layer: int, qkv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: CallBatch
+    ) -> Array:
+        """Rotate queries and keys, store keys and values at the rows' places, in the stored type.
+
+        qkv [n, heads.row], used up -> rotated queries [n, H, D].
+        """
+        ...
+
+    def attend(self, layer: int, q: Array, batch: CallBatch, scale: float) -> Array:
         """softmax(scale q K^T) V over what each row may see, itself included. q [n, H, D] -> [n, H * E].
 
         Head h reads key/value head h // (H / G). K and V are read back through the stored type. Uses up q.
         """
         ...
 
-    def kv_move(self, sources: list[tuple[Array, Array]], targets: list[tuple[Array, Array]]) -> None:
-        """Move the stored bytes of tokens, (K, V) views each [n_layer, G, items].
-
-        All sources are read before any write.
-        """
-        ...
-
-    def swiglu(self, gate_up: Array) -> Array:
-        """silu(gate) * up. gate_up [n, 2 n_ff], gate in the first half -> [n, n_ff]."""
-        ...
-
-    def add(self, x: Array, y: Array) -> None:
-        """x += y, in place."""
+    def logits(self, x: Array, norm: Array, eps: float, weight: Matrix) -> Array:
+        """As `norm_linear`, of the last layer's output: [m, n_embd] -> [m, n_vocab]."""
         ...

@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Batch
-from slotd.daemon.ops.interface import RopeStyle
-from slotd.daemon.ops.kv_blocks import stored_bytes, width, write_stored
+from slotd.daemon.ops.interface import Heads, RopeStyle
+from slotd.daemon.ops.kv_blocks import width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
 from slotd.daemon.ops.rope import RopeTable
+from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ConfigError
 
 #: Exact mode: weights of this many elements are multiplied whole. OpenBLAS has special kernels for products
@@ -34,7 +35,9 @@ CHECKED_ROWS = (1, 2, 3, 5, 8, 33)
 
 
 class NumpyOps:
-    """The ops of `interface.Ops` on host arrays.
+    """The ops of `interface.Ops` on host arrays, composed of small ones that do one thing each.
+
+    A matrix is a float32 array.
 
     Args:
         memory: the ledger.
@@ -44,6 +47,57 @@ class NumpyOps:
     def __init__(self, memory: DeviceMemory, exact: bool = False) -> None:
         self.memory = memory
         self.exact = exact
+
+    # ----- weights
+
+    @property
+    def loaders(self) -> int:
+        return 2
+
+    def matrix(self, file: ModelFile, *names: str) -> Array:
+        shapes = [file.header.tensors[name].shape for name in names]
+        rows = [shape[-1] for shape in shapes]
+        out = self.memory.empty((sum(rows), *shapes[0][:-1]), tag="weights")
+        first = 0
+        for name, n in zip(names, rows, strict=True):
+            out[first : first + n] = file.dequantise(name)
+            first += n
+        return out
+
+    def vector(self, file: ModelFile, name: str) -> Array:
+        return self.matrix(file, name)
+
+    def rope_table(self, base: float, dims: int, divisors: Array | None, max_ctx: int) -> RopeTable:
+        return RopeTable(self.memory, base, dims, divisors)  # it grows with the positions that are used
+
+    # ----- what models are written with
+
+    def norm_linear(self, x: Array, norm: Array, eps: float, weight: Array) -> Array:
+        return self.linear(self.rms_norm(x, norm, eps), weight)
+
+    def add_linear(self, x: Array, y: Array, weight: Array) -> None:
+        x += self.linear(y, weight)
+
+    def add_swiglu_linear(self, x: Array, gate_up: Array, weight: Array) -> None:
+        x += self.linear(self.swiglu(gate_up), weight)
+
+    def logits(self, x: Array, norm: Array, eps: float, weight: Array) -> Array:
+        return self.norm_linear(x, norm, eps, weight)
+
+    def rope_store(
+        self, layer: int, qkv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: Batch
+    ) -> Array:
+        n, n_head, n_rotated = len(qkv), heads.n_head, heads.n_head + heads.n_head_kv
+        qk = qkv[:, : n_rotated * heads.head_dim].reshape(n, n_rotated, heads.head_dim)
+        v = qkv[:, n_rotated * heads.head_dim :].reshape(n, heads.n_head_kv, heads.value_dim)
+        rotations = batch.plans.get(rope)
+        if rotations is None:
+            rotations = batch.plans[rope] = rope.at(batch.positions)
+        self.rope(qk, rotations, style)
+        self.kv_write(layer, qk[:, n_head:], v, batch)
+        return qk[:, :n_head]
+
+    # ----- their parts
 
     def embed(self, tokens: npt.NDArray[np.int32], table: Array) -> Array:
         return np.take(table, tokens, axis=0, out=self._like((len(tokens), table.shape[1])), mode="clip")
@@ -70,12 +124,6 @@ class NumpyOps:
         y = self._like((blocks * block, n_out))
         np.matmul(padded.reshape(blocks, block, n_in), weight.T, out=y.reshape(blocks, block, n_out))
         return y[:n]
-
-    def rope_table(self, base: float, dims: int, divisors: Array | None) -> RopeTable:
-        return RopeTable(self.memory, base, dims, divisors)
-
-    def rotations(self, table: RopeTable, positions: npt.NDArray[np.int64]) -> Array:
-        return table.at(positions)
 
     def rope(self, x: Array, rotations: Array, style: RopeStyle) -> None:
         dims = 2 * rotations.shape[-1]
@@ -110,12 +158,6 @@ class NumpyOps:
             attend_block(self.memory, layer, q[block.rows], block, out[block.rows])
         return out.reshape(n, n_head * value_dim)
 
-    def kv_move(self, sources: list[tuple[Array, Array]], targets: list[tuple[Array, Array]]) -> None:
-        held = [self._copies(k, v) for k, v in sources]
-        for (k, v), (target_k, target_v) in zip(held, targets, strict=True):
-            stored_bytes(target_k)[...] = k
-            stored_bytes(target_v)[...] = v
-
     def swiglu(self, gate_up: Array) -> Array:
         n, width = gate_up.shape
         gate, up = gate_up[:, : width // 2], gate_up[:, width // 2 :]
@@ -124,9 +166,6 @@ class NumpyOps:
         y += 1
         np.divide(gate, y, out=y)
         return np.multiply(y, up, out=y)
-
-    def add(self, x: Array, y: Array) -> None:
-        x += y
 
     def check_exact(self, weight: Array) -> None:
         """Prove on one big weight that exact mode holds with this BLAS.
@@ -145,13 +184,6 @@ class NumpyOps:
 
     def _like(self, shape: tuple[int, ...]) -> Array:
         return self.memory.empty(shape)
-
-    def _copies(self, k: Array, v: Array) -> tuple[Array, Array]:
-        k, v = stored_bytes(k), stored_bytes(v)
-        held_k, held_v = self.memory.empty(k.shape, k.dtype), self.memory.empty(v.shape, v.dtype)
-        held_k[...] = k
-        held_v[...] = v
-        return held_k, held_v
 
 
 def blas_name() -> str:

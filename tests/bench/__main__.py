@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from slotd.daemon.engine import Engine
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
 from tests.fakes.daemon_process import DaemonProcess
@@ -57,7 +58,7 @@ def overhead_per_token(model: Path, n: int = 400, repeats: int = 5) -> float:
 def bare_seconds(model: Path, n: int) -> float:
     """Seconds per token of forward, argmax and commit, with nothing around them."""
     with open_model(model) as file:
-        engine = Engine(file)
+        engine = Engine(file, NumpyBackend())
     sequence = engine.open()
     token = 5
     began = time.perf_counter()

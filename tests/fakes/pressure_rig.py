@@ -11,6 +11,7 @@ import numpy as np
 from slotd.daemon.engine import Engine
 from slotd.daemon.link import Emit, Finished, Flags, Line, State, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, Policy
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.scheduler import Scheduler
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.messages import AllCleared, Command, Event, Prompt
@@ -23,7 +24,8 @@ class PressureRig:
         model: path of the GGUF.
         room: limit of device memory beside the weights, in bytes; None = no limit.
         faults: as in SLOTD_FAULT.
-        options: `chunk`, `parallel`, `policy`, `trim_tokens` of the scheduler, the others of the engine.
+        options: `chunk`, `parallel`, `policy`, `trim_tokens` of the scheduler, `exact` of the backend, the
+            others of the engine.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class PressureRig:
             "policy": options.pop("policy", Policy.LADDER), "trim_tokens": options.pop("trim_tokens", 0),
             "eos_ids": frozenset(),
         }  # fmt: skip
+        backend = NumpyBackend(DeviceMemory(None, Faults.parse(faults)), options.pop("exact", False))
         with open_model(model) as file:
-            self.engine = Engine(file, memory=DeviceMemory(None, Faults.parse(faults)), **options)
+            self.engine = Engine(file, backend, **options)
         if room is not None:
             self.engine.memory.limit = self.engine.memory.live() + room
         self.messages: list[ToFront] = []

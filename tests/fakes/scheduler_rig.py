@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from slotd.daemon.engine import Engine, Outputs
+from slotd.daemon.backend import Outputs
+from slotd.daemon.engine import Engine
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Emit, Finished, Flags, Key, Line, State, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults
 from slotd.daemon.models.model import Interrupt
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.scheduler import Scheduler
 from slotd.daemon.sequence import Sequence
@@ -92,8 +94,9 @@ class SchedulerRig:
     def __init__(
         self, model: Path, *, fault: str | None = None, eos_ids: SequenceOf[int] = (), **options: Any
     ) -> None:
+        memory = DeviceMemory(faults=Faults.parse(fault))
         with open_model(model) as file:
-            self.engine = WatchedEngine(file, memory=DeviceMemory(faults=Faults.parse(fault)), exact=True)
+            self.engine = WatchedEngine(file, NumpyBackend(memory, exact=True))
         self.clock = Clock()
         self.messages: list[ToFront] = []
         self.flags: dict[Key, Flags] = {}

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from slotd.daemon.engine import Engine
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
 
@@ -25,7 +26,7 @@ def golden() -> dict[str, npt.NDArray[Any]]:
 @pytest.fixture(scope="module", params=[False, True], ids=["default", "exact"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     with open_model(DATA / "llama.gguf") as file:
-        return Engine(file, exact=request.param)
+        return Engine(file, NumpyBackend(exact=request.param))
 
 
 def logits_in_pieces(engine: Engine, ids: list[int], piece: int, kind: Kind) -> npt.NDArray[np.float32]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.engine import Engine
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
 
@@ -24,7 +25,7 @@ ANSWERED = (CASES[0], max(CASES, key=lambda case: float(case["min_margin"])))
 @pytest.fixture(scope="module")
 def engine(default_model: Path) -> Engine:
     with open_model(default_model) as file:
-        return Engine(file, max_ctx=1024)
+        return Engine(file, NumpyBackend(), max_ctx=1024)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"][:20])
@@ -40,7 +41,7 @@ def test_first_logits(engine: Engine, case: dict[str, Any]) -> None:
 def test_first_logits_with_q8_0(default_model: Path) -> None:
     """K and V of 8.5 bits move the best logits a little and none of the best tokens."""
     with open_model(default_model) as file:
-        engine = Engine(file, max_ctx=1024, k_type="q8_0", v_type="q8_0")
+        engine = Engine(file, NumpyBackend(), max_ctx=1024, k_type="q8_0", v_type="q8_0")
     for case in CASES:
         logits = engine.forward(Rows.chain(engine.open(), case["ids"]), Kind.PROMPT).logits[0]
         assert logits.argmax() == case["first_top5_ids"][0]

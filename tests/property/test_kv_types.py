@@ -11,6 +11,7 @@ import pytest
 
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.element_types import KV_TYPES
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path) -> npt.NDArray[np.float32]:
     """Logits with K and V in float32."""
     with open_model(model) as file:
-        engine = Engine(file, exact=True)
+        engine = Engine(file, NumpyBackend(exact=True))
     return run(engine, engine.open(), TOKENS[:80])
 
 
@@ -57,7 +58,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture
 def engine(pair: tuple[str, str], model: Path) -> Engine:
     with open_model(model) as file:
-        return Engine(file, exact=True, k_type=pair[0], v_type=pair[1])
+        return Engine(file, NumpyBackend(exact=True), k_type=pair[0], v_type=pair[1])
 
 
 def run(

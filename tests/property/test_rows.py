@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slotd.daemon.engine import Engine
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
@@ -81,7 +82,11 @@ class Rig:
 def rig(request: pytest.FixtureRequest, model: Path) -> Rig:
     kv, _, exact = request.param.partition("-")
     with open_model(model) as file:
-        return Rig(Engine(file, exact=bool(exact), k_type=kv, v_type=kv), bool(exact), TOLERANCE.get(kv, 0))
+        return Rig(
+            Engine(file, NumpyBackend(exact=bool(exact)), k_type=kv, v_type=kv),
+            bool(exact),
+            TOLERANCE.get(kv, 0),
+        )
 
 
 only_exact = pytest.mark.parametrize("rig", EXACT_RIGS, indirect=True)

@@ -16,6 +16,7 @@ from slotd.daemon.engine import Engine
 from slotd.daemon.kv.slot_store import Image, SlotStore, WritePage
 from slotd.daemon.link import Finished, Flags, Line, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, Policy
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
@@ -51,8 +52,9 @@ class Rig:
     """An engine, a slow store, and the test's thread in the place of the scheduler's."""
 
     def __init__(self, model: Path, folder: Path, faults: str | None = None) -> None:
+        memory = DeviceMemory(None, Faults.parse(faults))
         with open_model(model) as file:
-            self.engine = Engine(file, memory=DeviceMemory(None, Faults.parse(faults)), n_slots=4)
+            self.engine = Engine(file, NumpyBackend(memory), n_slots=4)
         self.store = SlowStore(folder)
         self.said: list[ToFront] = []
         self.retained = RetainedSequences(4, self.engine.close)

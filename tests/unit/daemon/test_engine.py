@@ -12,6 +12,7 @@ from slotd.daemon.engine import Engine
 from slotd.daemon.kv.pages import SEGMENT_PAGES
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupted
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.ops import numpy_ops
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
@@ -23,9 +24,9 @@ TOKENS = np.random.default_rng(3).integers(0, 320, 200).tolist()
 
 @pytest.fixture
 def make(tiny_llama: Path) -> Callable[..., Engine]:
-    def engine(**options: object) -> Engine:
+    def engine(*, memory: DeviceMemory | None = None, exact: bool = False, **options: object) -> Engine:
         with open_model(tiny_llama) as file:
-            return Engine(file, **options)  # type: ignore[arg-type]
+            return Engine(file, NumpyBackend(memory, exact), **options)  # type: ignore[arg-type]
 
     return engine
 
@@ -175,7 +176,7 @@ def test_values_that_are_not_finite_stay_in_their_sequence(make: Callable[..., E
     engine = make(exact=True)
     expected = next_logits(engine, fill(engine, 70))
     sick = engine.open()
-    table = engine._model.token_embd  # type: ignore[attr-defined]
+    table = engine._runner.model.token_embd  # type: ignore[attr-defined]
     healthy = table[TOKENS[0]].copy()
     table[TOKENS[0]] = np.nan
     fill(engine, 130, sick)
@@ -381,7 +382,7 @@ def test_kv_types_that_cannot_be_are_refused(make: Callable[..., Engine]) -> Non
 
 
 def test_exact_checks_the_blas_at_start(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotd.daemon.engine.BIG_WEIGHT", 1)
+    monkeypatch.setattr("slotd.daemon.numpy_backend.BIG_WEIGHT", 1)
     monkeypatch.setattr(numpy_ops, "BIG_WEIGHT", 1)
     monkeypatch.setattr(numpy_ops, "LEAST_ROWS", 1)  # a lone row is multiplied alone: its bits differ
     with pytest.raises(ConfigError, match="--exact cannot be kept with this BLAS"):

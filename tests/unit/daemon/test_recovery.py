@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slotd.daemon.engine import Outputs
+from slotd.daemon.backend import Outputs
 from slotd.daemon.memory import Policy
 from slotd.daemon.models.model import Interrupt
 from slotd.daemon.rows import Kind, Rows

@@ -12,6 +12,7 @@ from slotd.daemon.account import PARTS
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.link import Progress, Stop
 from slotd.daemon.models.model import Interrupt
+from slotd.daemon.numpy_backend import NumpyRunner
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.scheduler import STATE_INTERVAL
 from slotd.protocol.messages import ListSlots, Park, Parked, Snap, Unpark, Unparked
@@ -229,7 +230,8 @@ def test_cancel_between_two_layers_drops_the_piece(
 ) -> None:
     flags = rig.prompt("a", TEXT[:300])
     rig.turns(1)
-    model = type(rig.engine._model)
+    assert isinstance(rig.engine._runner, NumpyRunner)
+    model = type(rig.engine._runner.model)
     forward = model.forward
 
     def cancelled_before_the_second_layer(

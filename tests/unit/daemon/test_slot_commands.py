@@ -9,6 +9,7 @@ import pytest
 from slotd.daemon.engine import Engine
 from slotd.daemon.link import Finished, Flags, Key, Line, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
@@ -41,8 +42,9 @@ class SlotRig:
     """Slot commands on a real engine with ended sequences that the test makes."""
 
     def __init__(self, model: Path, fault: str | None = None, policy: Policy = Policy.LADDER) -> None:
+        memory = DeviceMemory(faults=Faults.parse(fault))
         with open_model(model) as file:
-            self.engine = Engine(file, memory=DeviceMemory(faults=Faults.parse(fault)), exact=True)
+            self.engine = Engine(file, NumpyBackend(memory, exact=True))
         self.retained = RetainedSequences(8, self.engine.close)
         self.messages: list[ToFront] = []
         self.clock = Clock()

@@ -11,6 +11,7 @@ import pytest
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.host_tier import OutOfHostMemory, default_budget
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
@@ -23,9 +24,9 @@ LOGITS_BYTES = 320 * 4
 
 @pytest.fixture
 def make(tiny_llama: Path) -> Callable[..., Engine]:
-    def engine(**options: object) -> Engine:
+    def engine(*, memory: DeviceMemory | None = None, **options: object) -> Engine:
         with open_model(tiny_llama) as file:
-            return Engine(file, exact=True, **({"host_cache": 1 << 20} | options))  # type: ignore[arg-type]
+            return Engine(file, NumpyBackend(memory, exact=True), **({"host_cache": 1 << 20} | options))  # type: ignore[arg-type]
 
     return engine
 
@@ -58,7 +59,7 @@ def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
 def test_p52_a_slot_comes_back_bit_exact(wide_heads: Path, n: int, types: tuple[str, str]) -> None:
     with open_model(wide_heads) as file:
-        engine = Engine(file, exact=True, host_cache=1 << 20, k_type=types[0], v_type=types[1])
+        engine = Engine(file, NumpyBackend(exact=True), host_cache=1 << 20, k_type=types[0], v_type=types[1])
     expected = kept(engine, 0, n)
     logits = engine.slots[0].logits.tobytes()
     engine.host_tier.demote(0)

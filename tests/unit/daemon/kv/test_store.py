@@ -115,6 +115,37 @@ def test_copy_takes_the_first_places_only(store: PageStore) -> None:
         assert all((plane == value).all() for plane in store.place(target, offset))
 
 
+def test_move_reads_all_before_it_writes(store: PageStore) -> None:
+    pages = store.allocate(2)
+    places = [(page, offset) for page in pages for offset in (0, 5)]
+    for number, place in enumerate(places):
+        for plane in store.place(*place):
+            plane[...] = number
+    store.move([places[1], places[3], places[2]], [places[3], places[2], places[0]])
+    for place, value in zip(places, (2, 1, 3, 1), strict=True):
+        assert all((plane == value).all() for plane in store.place(*place))
+
+
+@pytest.mark.parametrize("name", KV_TYPES)
+def test_p52_move_keeps_stored_bytes(name: str) -> None:
+    """Whatever they mean: NaNs with a payload too."""
+    store = PageStore(DeviceMemory(), LAYERS, HEADS, 64, 32, kv_type(name), kv_type(name))
+    (page,) = store.allocate(1)
+    noise = np.random.default_rng(0).integers(0, 256, store.page_bytes, dtype=np.uint8)
+    store.write_page(page, PAGE, noise.data)
+    before = [plane.tobytes() for plane in store.place(page, 3)]
+    store.move([(page, 3)], [(page, 60)])
+    assert [plane.tobytes() for plane in store.place(page, 60)] == before
+
+
+def test_a_move_that_finds_no_room_changes_nothing(store: PageStore) -> None:
+    (page,) = store.allocate(1)
+    store.prepare(page, 0, PAGE)
+    store._memory.limit = store._memory.live()
+    with pytest.raises(OutOfDeviceMemory):
+        store.move([(page, 3), (page, 4)], [(page, 1), (page, 2)])
+
+
 @pytest.mark.parametrize("k", KV_TYPES)
 @pytest.mark.parametrize("v", KV_TYPES)
 def test_every_pair_of_types_is_kept_as_bytes(k: str, v: str) -> None:

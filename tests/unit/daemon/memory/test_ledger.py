@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.memory import SITES, TAGS, DeviceMemory, Faults, OutOfDeviceMemory
-from slotd.daemon.memory.ledger import START
+from slotd.daemon.memory.interface import START
 from slotd.protocol.errors import SlotdError
 
 MIB = 1024 * 1024

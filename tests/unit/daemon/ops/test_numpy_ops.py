@@ -6,9 +6,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from slotd.daemon.kv.element_types import KV_TYPES
+from slotd.daemon.kv.batches import build_batch
+from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.pages import PAGE
+from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.ops.interface import Heads, RopeStyle
 from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, CHECKED_ROWS, NumpyOps
+from slotd.daemon.rows import Rows
+from slotd.daemon.sequence import Sequence
 from slotd.protocol.errors import ConfigError
 
 F32 = npt.NDArray[np.float32]
@@ -86,8 +92,7 @@ def test_check_exact_finds_a_blas_that_mixes_rows(monkeypatch: pytest.MonkeyPatc
 def test_rope_styles(ops: NumpyOps, dims: int) -> None:
     n, heads, head_dim = 5, 3, 16
     positions = np.array([0, 1, 7, 100, 5000])
-    table = ops.rope_table(10000.0, dims, None)
-    rotations = ops.rotations(table, positions)
+    rotations = ops.rope_table(10000.0, dims, None, 5001).at(positions)
     angles = positions[:, None] * 10000.0 ** (-np.arange(0, dims, 2) / dims)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     for style, first, second in (
@@ -107,7 +112,7 @@ def test_rope_styles(ops: NumpyOps, dims: int) -> None:
 @pytest.mark.parametrize("style", ["interleaved", "half"])
 def test_rope_does_not_see_its_neighbours(ops: NumpyOps, head_dim: int, style: str) -> None:
     positions = np.arange(100, 109)
-    rotations = ops.rotations(ops.rope_table(10000.0, head_dim, None), positions)
+    rotations = ops.rope_table(10000.0, head_dim, None, 109).at(positions)
     for heads in (1, 3):
         together = normal(9, heads, head_dim)
         alone = together.copy()
@@ -124,32 +129,39 @@ def test_swiglu(ops: NumpyOps) -> None:
     np.testing.assert_allclose(ops.swiglu(gate_up), gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-6)
 
 
-def test_add_is_in_place(ops: NumpyOps) -> None:
-    x, y = normal(3, 4), normal(3, 4, seed=1)
-    expected = x + y
-    ops.add(x, y)
-    assert (x == expected).all()
+def test_fused_ops_are_their_parts(ops: NumpyOps) -> None:
+    x, norm, weight, eps = normal(3, 8), normal(8, seed=1), normal(5, 8, seed=2), 1e-5
+    expected = ops.linear(ops.rms_norm(x, norm, eps), weight)
+    assert (ops.norm_linear(x, norm, eps, weight) == expected).all()
+    assert (ops.logits(x, norm, eps, weight) == expected).all()
+    residual, gate_up = normal(3, 5, seed=3), normal(3, 16, seed=4)
+    added = residual + ops.linear(x, weight)
+    ops.add_linear(residual, x, weight)
+    assert (residual == added).all()
+    added = residual + ops.linear(ops.swiglu(gate_up), weight)
+    ops.add_swiglu_linear(residual, gate_up, weight)
+    assert (residual == added).all()
 
 
-def test_kv_move_reads_all_before_it_writes(ops: NumpyOps) -> None:
-    planes = [(normal(2, 3, 4, seed=i), normal(2, 3, 4, seed=10 + i)) for i in range(4)]
-    before = [(k.copy(), v.copy()) for k, v in planes]
-    ops.kv_move([planes[1], planes[3], planes[2]], [planes[3], planes[2], planes[0]])
-    for target, source in ((3, 1), (2, 3), (0, 2), (1, 1)):
-        for plane in (0, 1):
-            assert (planes[target][plane] == before[source][plane]).all()
-
-
-@pytest.mark.parametrize("name", KV_TYPES)
-def test_p52_kv_move_keeps_stored_bytes(ops: NumpyOps, name: str) -> None:
-    """Whatever they mean: every pattern of two bytes is among them, NaNs with a payload too."""
-    bits = np.arange(2**16, dtype=np.uint16).tobytes()
-    dtype = KV_TYPES[name].dtype
-    k = np.frombuffer(bits, dtype, 2**16 // dtype.itemsize // 8 * 8).reshape(2, 2, -1)
-    v = np.ascontiguousarray(k[::-1, :, ::-1])
-    target_k, target_v = np.zeros_like(k), np.zeros_like(v)
-    ops.kv_move([(k, v)], [(target_k, target_v)])
-    assert (target_k.tobytes(), target_v.tobytes()) == (k.tobytes(), v.tobytes())
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_rope_store_is_its_parts(ops: NumpyOps, style: RopeStyle) -> None:
+    heads = Heads(n_head=4, n_head_kv=2, head_dim=8, value_dim=6)
+    store = PageStore(ops.memory, 2, 2, 8, 6, kv_type("f32"), kv_type("f16"))
+    sequence = Sequence()
+    sequence.pages = store.allocate(2)
+    sequence.tokens.extend([0] * 60)
+    batch = build_batch(Rows.chain(sequence, [0] * 7), store)
+    table = ops.rope_table(10000.0, 8, None, 100)
+    qkv = normal(7, heads.row)
+    expected = qkv[:, : 6 * 8].reshape(7, 6, 8).copy()
+    ops.rope(expected, table.at(batch.positions), style)
+    v = qkv[:, 6 * 8 :].reshape(7, 2, 6).astype(np.float16)
+    q = ops.rope_store(1, qkv, heads, table, style, batch)
+    assert (q == expected[:, :4]).all()
+    for row, place in enumerate(range(60, 67)):
+        stored_k, stored_v = store.place(sequence.pages[place // PAGE], place % PAGE)
+        assert (stored_k[1] == expected[row, 4:]).all()
+        assert (stored_v[1] == v[row]).all()
 
 
 def test_scratch_is_in_the_ledger(ops: NumpyOps) -> None:
