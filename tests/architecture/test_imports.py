@@ -27,6 +27,7 @@ CONFINED = {
     "rich": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
     "prompt_toolkit": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
     "cupy": ("slotd.daemon.ops.cuda_*", "slotd.daemon.ops.kernels", "slotd.daemon.memory"),
+    "cupy_backends": ("slotd.daemon.ops.kernels",),
 }
 
 #: The daemon from top to bottom. A unit is a module or folder directly under daemon/; it may import its own
@@ -168,6 +169,7 @@ RULES_AND_OFFENDERS: list[tuple[Rule, Source]] = [
     (libraries_are_confined, sample("slotd.daemon.log", "from prompt_toolkit import prompt")),
     (libraries_are_confined, sample("slotd.daemon.models.llama", "import cupy")),
     (libraries_are_confined, sample("slotd.daemon.cuda_backend", "import cupy")),
+    (libraries_are_confined, sample("slotd.daemon.memory.pool", "from cupy_backends.cuda.libs import nvrtc")),
     (no_shadowing_names, sample("slotd.client.queue", "")),
     (no_shadowing_names, sample("slotd.daemon.gguf.reader", "")),
     (daemon_layers_hold, sample("slotd.daemon.ops.numpy_ops", "from slotd.daemon.models import llama")),

@@ -85,7 +85,7 @@ def test_one_console_script(wheel: Path) -> None:
 def test_cupy_is_only_an_extra(metadata: Message) -> None:
     requirements = metadata.get_all("Requires-Dist") or []
     cupy = [requirement for requirement in requirements if requirement.startswith("cupy")]
-    assert len(cupy) == 3
+    assert len(cupy) == 4  # one for each kind of GPU, and the tests compile every kernel
     assert all("extra ==" in requirement for requirement in cupy)
     assert {"cuda12", "cuda13", "rocm", "test"} == set(metadata.get_all("Provides-Extra") or [])
 
