@@ -40,7 +40,8 @@ class _Parts(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        ("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("n", ctypes.c_int32), ("room", ctypes.c_int32),
+        ("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64),
+        ("n", ctypes.c_int32), ("room", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -50,7 +51,7 @@ class _Output(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Rows as the linear kernels read them (kernels/rows.cu).
+    """Rows as the linear kernels read them (kernels/prepare.cu).
 
     Attributes:
         halves: uint8, [segments, 8, room, 4] pieces of 16 bytes.
@@ -75,13 +76,14 @@ def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
     rows = _Rows(x.halves.data.ptr, x.scale.data.ptr, x.n, x.room)
     output = _Output(y.data.ptr, y.strides[0] // 4, int(add))
     if x.n > MOST_FEW_ROWS:
-        for part in weight.parts:
-            grid = (x.room // PROMPT_COLUMNS, -(-part.n_tiles // PROMPT_TILES))
-            name = f"linear_prompt_{part.format.name}"
-            args = (_parts([part], weight), rows, output)
-            kernel(name).launch(grid, PROMPT_THREADS, args, smem=PROMPT_SHARED, pdl=True)
-        return
-    group = next(group for group in _ROW_GROUPS if group >= x.n)
+        linear_prompt(rows, weight, output)
+    else:
+        linear(rows, weight, output)
+
+
+def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
+    """The product for at most 64 rows: one launch, or two when the weight has formats of both kinds."""
+    group = next(group for group in _ROW_GROUPS if group >= rows.n)
     for wide in (False, True):
         parts = [part for part in weight.parts if part.format.wide == wide]
         if not parts:
@@ -89,8 +91,18 @@ def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, group)
         smem = 2 * warps * group * _COLUMN_STRIDE * 4
-        name = f"linear_{'wide' if wide else ''}{group}"
-        kernel(name).launch(tiles, warps * 32, (_parts(parts, weight), rows, output), smem=smem, pdl=True)
+        args = (_parts(parts, weight), rows, output)
+        kernel(f"linear_{'wide' if wide else ''}{group}").launch(tiles, warps * 32, args, smem=smem, pdl=True)
+
+
+def linear_prompt(rows: _Rows, weight: Matrix, output: _Output) -> None:
+    """The product for any number of rows, `rows.room` of them a multiple of 128: one launch for each part."""
+    for part in weight.parts:
+        grid = (rows.room // PROMPT_COLUMNS, -(-part.n_tiles // PROMPT_TILES))
+        args = (_parts([part], weight), rows, output)
+        kernel(f"linear_prompt_{part.format.name}").launch(
+            grid, PROMPT_THREADS, args, smem=PROMPT_SHARED, pdl=True
+        )
 
 
 @lru_cache(maxsize=256)
@@ -115,8 +127,7 @@ def warps_for(n_tiles: int, n_segments: int, group: int) -> int:
 def _parts(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:
     listed = list(parts)
     entries = [
-        _Part(p.tiles.data.ptr, p.row_scale.data.ptr, p.format.number, p.n_tiles, p.rows, p.first) for p in listed
+        _Part(p.tiles.data.ptr, p.row_scale.data.ptr, p.format.number, p.n_tiles, p.rows, p.first)
+        for p in listed
     ]
     return _Parts((_Part * _MOST_PARTS)(*entries), len(entries), weight.n_segments)
-
-

@@ -117,6 +117,16 @@ class Matrix:
         return sum(part.tiles.nbytes + part.row_scale.nbytes for part in self.parts)
 
 
+def repack(raw: Any, row_bytes: int, type_name: str, part: MatrixPart, start: int, n: int, n_in: int) -> None:
+    """n rows of GGUF blocks on the GPU into the tiles of a part, from row `start`, a multiple of 16."""
+    segments = -(-n_in // TILE_COLUMNS)
+    tiles = part.tiles[start // TILE_ROWS * segments * part.format.tile_bytes :]
+    args = (raw, row_bytes, n, n_in, part.row_scale[start:])
+    kernel(f"repack_scale_{type_name}").launch(-(-n // (THREADS // WARP)), THREADS, args)
+    threads = -(-n // TILE_ROWS) * TILE_ROWS * segments * 4
+    kernel(f"repack_{type_name}").launch(-(-threads // THREADS), THREADS, (*args, tiles, segments))
+
+
 class WeightLoader:
     """Takes tensors from a file to the GPU, through two pinned buffers in turn.
 
@@ -165,17 +175,8 @@ class WeightLoader:
             first,
             n_rows,
         )
-        row_bytes = data.shape[1]
-        scale, pack = kernel(f"repack_scale_{type_name}"), kernel(f"repack_{type_name}")
-        for start, stop in _chunks(n_rows, row_bytes):
-            raw = self._upload(data[start:stop])
-            rows = stop - start
-            row_scale = part.row_scale[start:]
-            packed = part.tiles[start // TILE_ROWS * segments * form.tile_bytes :]
-            args = (raw, row_bytes, rows, n_in, row_scale)
-            scale.launch(-(-rows // (THREADS // WARP)), THREADS, args)
-            threads = -(-rows // TILE_ROWS) * TILE_ROWS * segments * 4
-            pack.launch(-(-threads // THREADS), THREADS, (*args, packed, segments))
+        for start, stop in _chunks(n_rows, data.shape[1]):
+            repack(self._upload(data[start:stop]), data.shape[1], type_name, part, start, stop - start, n_in)
         return part
 
     def _upload(self, rows: npt.NDArray[np.uint8]) -> Any:

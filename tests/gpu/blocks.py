@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gguf
 import numpy as np
 from gguf import quants
 
 #: Byte offsets of the float16 fields of a block.
 _HALF_FIELDS = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 
@@ -58,7 +61,7 @@ class RowsFile:
             shapes[name] = SimpleNamespace(shape=(rows.shape[1] // n_bytes * elements, len(rows)))
         self.header = SimpleNamespace(tensors=shapes)
 
-    def block_type(self, name: str):
+    def block_type(self, name: str) -> Any:
         return self._kinds[name]
 
     def n_bytes(self, name: str) -> int:

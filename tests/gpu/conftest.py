@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 
@@ -19,7 +22,7 @@ class GuardedMemory:
     def __init__(self) -> None:
         self._blocks: list = []
 
-    def empty(self, shape, dtype="float32", tag="scratch"):
+    def empty(self, shape: tuple[int, ...], dtype: str = "float32", tag: str = "scratch") -> Any:
         import cupy
         import numpy as np
 
@@ -35,7 +38,7 @@ class GuardedMemory:
 
 
 @pytest.fixture
-def memory():
+def memory() -> Iterator[GuardedMemory]:
     guarded = GuardedMemory()
     yield guarded
     guarded.check()

@@ -5,28 +5,28 @@ from __future__ import annotations
 import cupy
 import numpy as np
 import pytest
-from slotd.daemon.ops import cuda_linear, cuda_rows
-from slotd.daemon.ops.cuda_weights import WeightLoader
 
+from slotd.daemon.ops import cuda_linear, cuda_prepare
+from slotd.daemon.ops.cuda_weights import WeightLoader
 from tests.gpu.blocks import TYPES, RowsFile, random_rows, values_of
 
 COUNTS = (1, 2, 7, 8, 9, 16, 23, 24, 32, 33, 64, 65, 128, 200)
 
 
-def weights(memory, types, n_rows, n_in):
+def weights(memory, types, n_rows, n_in) -> tuple:
     rng = np.random.default_rng(n_in)
     tensors = {f"w{i}": (t, random_rows(t, n_rows, n_in, rng)) for i, t in enumerate(types)}
     matrix = WeightLoader(memory).matrix(RowsFile(tensors), *tensors)
     return matrix, np.concatenate([values_of(t, rows) for t, rows in tensors.values()])
 
 
-def product(memory, x, matrix):
+def product(memory, x, matrix) -> np.ndarray:
     y = memory.empty((len(x), matrix.n_out))
-    cuda_linear.multiply(cuda_rows.prepare(memory, cupy.asarray(x)), matrix, y, add=False)
+    cuda_linear.multiply(cuda_prepare.prepare(memory, cupy.asarray(x)), matrix, y, add=False)
     return y.get()
 
 
-def outlier_rows(n, n_in, seed=0):
+def outlier_rows(n, n_in, seed=0) -> np.ndarray:
     x = np.random.default_rng(seed).standard_normal((n, n_in)).astype(np.float32)
     x[:, 3] *= 1000
     return x
@@ -34,7 +34,7 @@ def outlier_rows(n, n_in, seed=0):
 
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("n", [1, 9, 23, 64, 130])
-def test_product_against_float64(memory, type_name, n):
+def test_product_against_float64(memory, type_name, n) -> None:
     matrix, values = weights(memory, [type_name], 200, 2304)
     x = np.random.default_rng(n).standard_normal((n, 2304)).astype(np.float32)
     expected = x.astype(np.float64) @ values.T.astype(np.float64)
@@ -47,7 +47,7 @@ def test_product_against_float64(memory, type_name, n):
 
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize("n_in", [256, 2304, 5120])
-def test_a_row_has_the_same_bits_in_any_company(memory, type_name, n_in):
+def test_a_row_has_the_same_bits_in_any_company(memory, type_name, n_in) -> None:
     matrix, _ = weights(memory, [type_name], 176, n_in)
     x = outlier_rows(max(COUNTS), n_in)
     alone = np.concatenate([product(memory, x[i : i + 1], matrix) for i in (0, 1, 6, 22, 63)])
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_in_any_company(memory, type_name, n_in):
                 assert together[row].tobytes() == expected.tobytes(), (n, row)
 
 
-def test_a_row_has_the_same_bits_for_any_number_of_warps(memory, monkeypatch):
+def test_a_row_has_the_same_bits_for_any_number_of_warps(memory, monkeypatch) -> None:
     matrix, _ = weights(memory, ["Q4_K", "Q6_K", "Q8_0"], 96, 5120)
     x = outlier_rows(23, 5120)
     expected = product(memory, x, matrix).tobytes()
@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_warps(memory, monkeypatch):
         assert product(memory, x, matrix).tobytes() == expected
 
 
-def test_rows_that_are_not_finite_do_not_touch_the_others(memory):
+def test_rows_that_are_not_finite_do_not_touch_the_others(memory) -> None:
     matrix, _ = weights(memory, ["Q4_K"], 64, 1024)
     for n in (8, 64, 130):
         x = outlier_rows(n, 1024)
@@ -79,17 +79,17 @@ def test_rows_that_are_not_finite_do_not_touch_the_others(memory):
 
 
 @pytest.mark.parametrize("n", [3, 64, 100])
-def test_parts_of_several_types_and_sums(memory, n):
-    matrix, values = weights(memory, ["Q4_K", "Q8_0", "Q6_K"], 40, 512)  # 40: the last tile is not full
+def test_parts_of_several_types_and_sums(memory, n) -> None:
+    matrix, _ = weights(memory, ["Q4_K", "Q8_0", "Q6_K"], 40, 512)  # 40: the last tile is not full
     x = np.random.default_rng(9).standard_normal((n, 512)).astype(np.float32)
     start = np.random.default_rng(8).standard_normal((n, matrix.n_out)).astype(np.float32)
     y = memory.empty((n, matrix.n_out))
     y.set(start)
-    cuda_linear.multiply(cuda_rows.prepare(memory, cupy.asarray(x)), matrix, y, add=True)
+    cuda_linear.multiply(cuda_prepare.prepare(memory, cupy.asarray(x)), matrix, y, add=True)
     assert y.get().tobytes() == (start + product(memory, x, matrix)).tobytes()
 
 
-def test_columns_of_the_tensor_core_are_independent(memory):
+def test_columns_of_the_tensor_core_are_independent(memory) -> None:
     """What all bit-equality here rests on, for this type of device (design section 3)."""
     matrix, _ = weights(memory, ["F16"], 128, 4096)
     rng = np.random.default_rng(4)

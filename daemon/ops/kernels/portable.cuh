@@ -13,6 +13,8 @@ typedef unsigned long long u64;
 constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
+#define INF __int_as_float(0x7f800000)
+
 // ----- programmatic dependent launch: the next kernel may start early; what it reads of this one it waits for
 
 DEVICE void pdl_wait() {

@@ -1,13 +1,14 @@
-"""kernels/sample.cu: the best logit, ties by the lowest id, rows that are not finite."""
+"""kernels/greedy.cu: the best logit, ties by the lowest id, rows that are not finite."""
 
 from __future__ import annotations
 
 import cupy
 import numpy as np
-from slotd.daemon.ops.cuda_sample import greedy
+
+from slotd.daemon.ops.cuda_greedy import greedy
 
 
-def test_greedy(memory):
+def test_greedy(memory) -> None:
     rng = np.random.default_rng(0)
     for n_vocab in (1, 63, 49152, 151936):
         logits = rng.standard_normal((9, n_vocab)).astype(np.float32)
@@ -22,7 +23,7 @@ def test_greedy(memory):
         assert finite.astype(bool).tolist() == [True, True, True, False, False, False, True, True, True]
 
 
-def test_minus_infinity_is_a_ban_and_no_fault(memory):
+def test_minus_infinity_is_a_ban_and_no_fault(memory) -> None:
     logits = np.full((1, 100), -np.inf, np.float32)
     logits[0, 42] = -3
     assert greedy(memory, cupy.asarray(logits)).get().tolist() == [[42, 1]]

@@ -23,7 +23,7 @@ DEVICE float block_reduce(float v, Combine combine) {
 }
 
 // value[k], k < n_in, in shared memory -> halves and scale of row blockIdx.x; n_columns: rows that the buffer has room for.
-DEVICE void prepare(const float* value, int n_in, int n_columns, uint4* halves, float* scale) {
+DEVICE void prepare_value(const float* value, int n_in, int n_columns, uint4* halves, float* scale) {
     float peak = 0.0f;
     for (int k = threadIdx.x; k < n_in; k += blockDim.x) peak = max_or_nan(fabsf(value[k]), peak);
     peak = block_reduce(peak, [](float a, float b) { return max_or_nan(a, b); });
@@ -51,18 +51,18 @@ DEVICE void prepare(const float* value, int n_in, int n_columns, uint4* halves, 
 }
 
 // x as it is.
-extern "C" __global__ void rows_prepare(const float* x, int stride, int n_in, int n_columns, uint4* halves, float* scale) {
+extern "C" __global__ void prepare_rows(const float* x, int stride, int n_in, int n_columns, uint4* halves, float* scale) {
     extern __shared__ float value[];
     pdl_wait();
     pdl_launch();
     const float* row = x + static_cast<u64>(blockIdx.x) * stride;
     for (int k = threadIdx.x; k < n_in; k += blockDim.x) value[k] = row[k];
     __syncthreads();
-    prepare(value, n_in, n_columns, halves, scale);
+    prepare_value(value, n_in, n_columns, halves, scale);
 }
 
 // x / sqrt(mean(x^2) + eps) * weight. `source` picks the rows of x, or is null: row i of x is row i.
-extern "C" __global__ void rows_norm(const float* x, const int* source, int stride, const float* weight, float eps, int n_in,
+extern "C" __global__ void prepare_norm(const float* x, const int* source, int stride, const float* weight, float eps, int n_in,
                                      int n_columns, uint4* halves, float* scale) {
     extern __shared__ float value[];
     pdl_wait();
@@ -79,11 +79,11 @@ extern "C" __global__ void rows_norm(const float* x, const int* source, int stri
     const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(n_in)), eps)));
     for (int k = threadIdx.x; k < n_in; k += blockDim.x) value[k] = __fmul_rn(__fmul_rn(value[k], inverse), weight[k]);
     __syncthreads();
-    prepare(value, n_in, n_columns, halves, scale);
+    prepare_value(value, n_in, n_columns, halves, scale);
 }
 
 // silu(gate) * up; a row holds the gates, then the ups.
-extern "C" __global__ void rows_swiglu(const float* gate_up, int n_ff, int n_columns, uint4* halves, float* scale) {
+extern "C" __global__ void prepare_swiglu(const float* gate_up, int n_ff, int n_columns, uint4* halves, float* scale) {
     extern __shared__ float value[];
     pdl_wait();
     pdl_launch();
@@ -94,5 +94,5 @@ extern "C" __global__ void rows_swiglu(const float* gate_up, int n_ff, int n_col
         value[k] = __fmul_rn(silu, gate[n_ff + k]);
     }
     __syncthreads();
-    prepare(value, n_ff, n_columns, halves, scale);
+    prepare_value(value, n_ff, n_columns, halves, scale);
 }

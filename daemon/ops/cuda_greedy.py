@@ -22,6 +22,6 @@ def greedy(memory: Ledger, logits: Any) -> Any:
     n, n_vocab = logits.shape
     chunks = memory.empty((n * CHUNKS * BEST_BYTES,), np.uint8)
     out = memory.empty((n, 2), np.int32)
-    kernel("sample_chunks").launch((CHUNKS, n), THREADS, (logits, n_vocab, chunks), pdl=True)
-    kernel("sample_greedy").launch(n, 32, (chunks, out), pdl=True)
+    kernel("greedy_chunks").launch((CHUNKS, n), THREADS, (logits, n_vocab, chunks), pdl=True)
+    kernel("greedy_best").launch(n, 32, (chunks, out), pdl=True)
     return out

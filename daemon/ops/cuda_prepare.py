@@ -50,7 +50,7 @@ def norm(memory: Ledger, x: Any, weight: Any, eps: float) -> Prepared:
     n, width = len(x if source is None else source), x.shape[1]
     out = _room(memory, n, width)
     args = (x, source, x.strides[0] // 4, weight, np.float32(eps), width, out.room, out.halves, out.scale)
-    kernel("rows_norm").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
+    kernel("prepare_norm").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
     return out
 
 
@@ -59,7 +59,7 @@ def swiglu(memory: Ledger, gate_up: Any) -> Prepared:
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = _room(memory, n, width)
     args = (gate_up, width, out.room, out.halves, out.scale)
-    kernel("rows_swiglu").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
+    kernel("prepare_swiglu").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
     return out
 
 
@@ -68,7 +68,7 @@ def prepare(memory: Ledger, x: Any) -> Prepared:
     n, width = x.shape
     out = _room(memory, n, width)
     args = (x, x.strides[0] // 4, width, out.room, out.halves, out.scale)
-    kernel("rows_prepare").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
+    kernel("prepare_rows").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
     return out
 
 

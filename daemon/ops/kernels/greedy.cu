@@ -28,15 +28,15 @@ DEVICE Best warp_best(Best v) {
 }
 
 // Grid (CHUNKS, rows): the best of each chunk.
-extern "C" __global__ void __launch_bounds__(THREADS) sample_chunks(const float* logits, int n_vocab, Best* chunks) {
+extern "C" __global__ void __launch_bounds__(THREADS) greedy_chunks(const float* logits, int n_vocab, Best* chunks) {
     __shared__ Best warps[THREADS / WARP];
     pdl_wait();
     pdl_launch();
     const float* row = logits + static_cast<u64>(blockIdx.y) * n_vocab;
-    Best best = {-INFINITY, 0x7fffffff, 1};
+    Best best = {-INF, 0x7fffffff, 1};
     for (int id = blockIdx.x * THREADS + threadIdx.x; id < n_vocab; id += CHUNKS * THREADS) {
         const float v = row[id];
-        best.finite &= !(v != v) && v != INFINITY;  // -inf is a ban
+        best.finite &= !(v != v) && v != INF;  // -inf is a ban
         if (v > best.value || (v == best.value && id < best.id)) {
             best.value = v;
             best.id = id;
@@ -52,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_chunks(const float*
 }
 
 // A warp for each row: out[row] = (id, finite).
-extern "C" __global__ void sample_greedy(const Best* chunks, int2* out) {
+extern "C" __global__ void greedy_best(const Best* chunks, int2* out) {
     pdl_wait();
     pdl_launch();
     const Best* row = chunks + blockIdx.x * CHUNKS;
     const Best best = warp_best(better(row[threadIdx.x], row[threadIdx.x + WARP]));
-    if (threadIdx.x == 0) out[blockIdx.x] = make_int2(best.id, best.finite && best.value > -INFINITY);
+    if (threadIdx.x == 0) out[blockIdx.x] = make_int2(best.id, best.finite && best.value > -INF);
 }
