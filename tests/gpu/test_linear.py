@@ -40,9 +40,10 @@ def test_product_against_float64(memory, type_name, n) -> None:
     expected = x.astype(np.float64) @ values.T.astype(np.float64)
     got = product(memory, x, matrix)
     assert np.isfinite(got).all()
-    for column in range(0, 200, 16):  # rows of a tile are of very different size: each is judged by its own
-        a, b = got[:, column], expected[:, column]
-        assert np.linalg.norm(a - b) < 3e-3 * np.linalg.norm(b), (column, a[:3], b[:3])
+    # Halves of weights, scales and x: each product is off by a few times 2^-11, and sums may cancel.
+    size = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(values.astype(np.float64), axis=1)
+    wrong = np.abs(got - expected) > 2.0**-10 * size
+    assert not wrong.any(), (np.argwhere(wrong)[:4], got[wrong][:4], expected[wrong][:4])
 
 
 @pytest.mark.parametrize("type_name", TYPES)
