@@ -96,6 +96,7 @@ class Engine:
         if self._loaded is None:
             return False
         self._loaded = None
+        self.memory.retire()
         self.memory.trim()
         return True
 
@@ -316,7 +317,9 @@ class Engine:
     # ----- memory
 
     def compact(self) -> int:
-        """Move pages together, so that fewer segments hold them, and trim. Returns the bytes released.
+        """Release all that can be: move pages together, drop what is kept to be faster, and trim.
+
+        Returns the bytes released.
 
         Pages that somebody else holds, who reads or writes a file, stay where they are.
         """
@@ -326,7 +329,7 @@ class Engine:
             for sequence in self._sequences:
                 sequence.pages = [moves.get(page, page) for page in sequence.pages]
             self.slots.follow(moves)
-        return self.trim()
+        return self.memory.retire() + self.trim()
 
     def trim(self) -> int:
         """Give back segments without a used page and all cached blocks. Returns the bytes released."""

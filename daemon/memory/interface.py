@@ -140,6 +140,10 @@ class Ledger(ABC):
     def trim(self) -> int:
         """Release all cached blocks. Returns the bytes released."""
 
+    def retire(self) -> int:
+        """Release what is kept only to be faster and can be made again. Returns the bytes released."""
+        return 0
+
     # ----- what there is, in bytes
 
     @abstractmethod
