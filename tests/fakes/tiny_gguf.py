@@ -166,7 +166,7 @@ def write_gguf(
         writer.kv_data[0].pop("general.architecture")
     for key, value in keys.items():
         if value is not None and key != "general.architecture":
-            _add_key(writer, key, value)
+            add_key(writer, key, value)
     for name, weights in tensors.items():
         if weights is not None:
             kind = (weight_types or {}).get(name, weight_type if weights.ndim > 1 else "F32")
@@ -177,7 +177,8 @@ def write_gguf(
     writer.close()
 
 
-def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A metadata key, its type that of the value: integers as uint32, or int32 below 0."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
