@@ -40,13 +40,11 @@ class Format:
         number: its number in weight_tiles.cuh.
         name: its name there, in small letters.
         tile_bytes: bytes of a tile.
-        wide: whether its kernels need many registers and are entries of their own.
     """
 
     number: int
     name: str
     tile_bytes: int
-    wide: bool = False
 
 
 FORMATS = (
@@ -56,8 +54,8 @@ FORMATS = (
     Format(3, "u5_k32", 2880),
     Format(4, "u6_s16", 3360),
     Format(5, "u4_h16", 3072),
-    Format(6, "u8_h32", 4608, wide=True),
-    Format(7, "f16", 8192, wide=True),
+    Format(6, "u8_h32", 4608),
+    Format(7, "f16", 8192),
 )
 
 _U4_H32, _U4_K32, _U5_H32, _U5_K32, _U6_S16, _U4_H16, _U8_H32, _F16 = FORMATS

@@ -84,16 +84,19 @@ def time_linear(type_name: str, shape: str, n: int, warps: int | None, copy: flo
     matrices = [first, *(random_matrix(type_name, n_out, n_in) for _ in range(copies - 1))]
     x = cuda_prepare.prepare(Memory(), cupy.random.standard_normal((n, n_in), dtype=cupy.float32))
     y = cupy.empty((n, n_out), cupy.float32)
-    chosen = cuda_linear.warps_for
-    if warps is not None:
-        cuda_linear.warps_for = lambda *_: warps
+    choose = cuda_linear.warps_for
+    used = []
+
+    def note(*args: int) -> int:
+        used.append(warps or choose(*args))
+        return used[-1]
+
+    cuda_linear.warps_for = note  # type: ignore[assignment]
     us = median_us(lambda i: cuda_linear.multiply(x, matrices[i % copies], y, add=False), max(copies, 3))
-    group = next((group for group in (8, 16, 24, 32, 64) if group >= n), 64)
-    used = warps or chosen(-(-n_out // 16), first.n_segments, group)
-    cuda_linear.warps_for = chosen
+    cuda_linear.warps_for = choose
     share, rate = first.nbytes / us / copy * 1e8, 2 * n * n_out * n_in / us / 1e6
     print(
-        f"{type_name:6} {shape:14} n={n:<5} warps={used:<3} {us:9.2f} us"
+        f"{type_name:6} {shape:14} n={n:<5} warps={used[-1] if used else '-':<3} {us:9.2f} us"
         f"  {share:5.1f} % of copy  {rate:7.1f} TFLOP/s",
         flush=True,
     )

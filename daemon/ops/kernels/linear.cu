@@ -112,41 +112,28 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
     }
 }
 
-template <int NT, bool WIDE>
-DEVICE void dispatch(const Parts& parts, const Rows& rows, const Output& out) {
-    int tile = blockIdx.x, p = 0;
-    while (p + 1 < parts.n_parts && tile >= parts.part[p].n_tiles) tile -= parts.part[p++].n_tiles;
-    const Part& part = parts.part[p];
-    if constexpr (WIDE) {
-        if (part.format == U8_H32) return multiply<U8_H32, NT>(parts, part, tile, rows, out);
-        return multiply<F16, NT>(parts, part, tile, rows, out);
-    } else {
-        switch (part.format) {
-            case U4_H32: return multiply<U4_H32, NT>(parts, part, tile, rows, out);
-            case U4_K32: return multiply<U4_K32, NT>(parts, part, tile, rows, out);
-            case U5_H32: return multiply<U5_H32, NT>(parts, part, tile, rows, out);
-            case U5_K32: return multiply<U5_K32, NT>(parts, part, tile, rows, out);
-            case U6_S16: return multiply<U6_S16, NT>(parts, part, tile, rows, out);
-            case U4_H16: return multiply<U4_H16, NT>(parts, part, tile, rows, out);
-        }
-    }
-}
-
-// One entry for each number of 8-row groups of x; `wide` for the formats that take more registers. A block has
-// 4 to 8 warps, up to 10 for one group of rows.
-#define ENTRY(NAME, NT, WIDE, THREADS, BLOCKS)                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                  \
-        linear_##NAME(const __grid_constant__ Parts parts, const Rows rows, const Output out) {    \
-        dispatch<NT, WIDE>(parts, rows, out);                                                      \
+// One entry for each format and number of 8-row groups of x. A block has 4 to 8 warps, up to 10 for one group. The parts
+// of a launch have one format.
+#define ENTRY(NAME, FORMAT, N, THREADS, BLOCKS)                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                             \
+        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out) {         \
+        int tile = blockIdx.x, p = 0;                                                                         \
+        while (p + 1 < parts.n_parts && tile >= parts.part[p].n_tiles) tile -= parts.part[p++].n_tiles;       \
+        multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out);                                       \
     }
 
-ENTRY(8, 1, false, 320, 3)
-ENTRY(16, 2, false, 256, 3)
-ENTRY(24, 3, false, 256, 2)
-ENTRY(32, 4, false, 256, 2)
-ENTRY(64, 8, false, 256, 1)
-ENTRY(wide8, 1, true, 320, 2)
-ENTRY(wide16, 2, true, 256, 2)
-ENTRY(wide24, 3, true, 256, 1)
-ENTRY(wide32, 4, true, 256, 1)
-ENTRY(wide64, 8, true, 256, 1)
+#define ENTRIES(NAME, FORMAT, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
+    ENTRY(NAME, FORMAT, 8, 320, BLOCKS_8)                      \
+    ENTRY(NAME, FORMAT, 16, 256, BLOCKS_16)                    \
+    ENTRY(NAME, FORMAT, 24, 256, BLOCKS_24)                    \
+    ENTRY(NAME, FORMAT, 32, 256, BLOCKS_24)                    \
+    ENTRY(NAME, FORMAT, 64, 256, 1)
+
+ENTRIES(u4_h32, U4_H32, 3, 3, 2)
+ENTRIES(u4_k32, U4_K32, 3, 3, 2)
+ENTRIES(u5_h32, U5_H32, 3, 3, 2)
+ENTRIES(u5_k32, U5_K32, 3, 3, 2)
+ENTRIES(u6_s16, U6_S16, 2, 2, 2)
+ENTRIES(u4_h16, U4_H16, 3, 3, 2)
+ENTRIES(u8_h32, U8_H32, 2, 2, 2)
+ENTRIES(f16, F16, 2, 2, 1)

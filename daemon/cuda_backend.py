@@ -1,0 +1,63 @@
+"""The CUDA backend: one device, our kernels, captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slotd.daemon.backend import Logits
+from slotd.daemon.cuda_runner import CudaRunner
+from slotd.daemon.kv.cuda_store import CudaPageStore
+from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.memory.cuda_memory import CudaMemory
+from slotd.daemon.models.registry import load_model
+from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceLimits
+from slotd.daemon.ops.cuda_attention_shape import AttentionShape
+from slotd.daemon.ops.cuda_graphs import Stream, device_properties
+from slotd.daemon.ops.cuda_ops import CudaOps
+from slotd.daemon.weights.architectures import HyperParameters
+from slotd.daemon.weights.reader import ModelFile
+
+
+class CudaBackend:
+    """A CUDA device: see `backend.Backend`.
+
+    Args:
+        memory: its ledger.
+    """
+
+    name = "cuda"
+    math = "exact"
+    kv_type = "f16"
+    logits_on_device = False
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self.memory = memory
+        self.ops = CudaOps(memory)
+        self.stream = Stream()
+        self._properties = device_properties()
+
+    def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> CudaPageStore:
+        h = hyper
+        self._shape = AttentionShape(h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type)
+        self._shape.check()
+        return CudaPageStore(
+            self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
+        )
+
+    def load_model(self, file: ModelFile, store: CudaPageStore, max_ctx: int) -> CudaRunner:
+        self.stream.use()
+        try:
+            model = load_model(file, self.ops, max_ctx)
+        finally:
+            self.ops.loaded()
+        attention = CudaAttention(self._shape, DeviceLimits.of(self._properties))
+        return CudaRunner(model, self.ops, attention, store, self.memory, self.stream, max_ctx)
+
+    def keep_logits(self, logits: Logits) -> Logits:
+        return logits.copy()
+
+    def report(self) -> Mapping[str, Any]:
+        p = self._properties
+        return {"name": self.name, "math": self.math, "device": p["name"].decode(),
+                "compute_capability": f"{p['major']}.{p['minor']}"}  # fmt: skip

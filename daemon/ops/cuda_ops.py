@@ -1,0 +1,128 @@
+"""The ops of `interface.Ops` on a CUDA device: our own kernels on one stream, memory from the ledger.
+
+Nothing here waits for the device or reads from it, and all that changes between two calls of one shape is in
+the packed batch: a call can be captured into a graph and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+
+from slotd.daemon.memory import Ledger
+from slotd.daemon.ops import cuda_prepare
+from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
+from slotd.daemon.ops.cuda_linear import multiply
+from slotd.daemon.ops.cuda_prepare import Picked
+from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
+from slotd.daemon.ops.interface import Heads, RopeStyle
+from slotd.daemon.weights.reader import ModelFile
+
+#: Positions whose angles are worked out at a time.
+ROPE_BLOCK = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCall:
+    """The rows of a call.
+
+    Attributes:
+        attention: the kernels for the model's heads.
+        batch: where the call's arrays lie.
+        space: scratch of step attention; None for a prompt.
+    """
+
+    attention: CudaAttention
+    batch: DeviceBatch
+    space: StepSpace | None
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """cos and sin by position, float32 [max_ctx, dims / 2, 2] on the device."""
+
+    table: Any
+    dims: int
+
+
+class CudaOps:
+    """The ops of `interface.Ops`.
+
+    Args:
+        memory: the ledger of the device.
+    """
+
+    loaders = 1  # one stream, and the copies fill the bus
+
+    def __init__(self, memory: Ledger) -> None:
+        self.memory = memory
+        self._loader: WeightLoader | None = None
+
+    # ----- weights
+
+    def matrix(self, file: ModelFile, *names: str) -> Matrix:
+        if self._loader is None:
+            self._loader = WeightLoader(self.memory)
+        return self._loader.matrix(file, *names)
+
+    def vector(self, file: ModelFile, name: str) -> Any:
+        values = file.dequantise(name)
+        vector = self.memory.empty(values.shape, np.float32, tag="weights")
+        vector.set(values)
+        return vector
+
+    def loaded(self) -> None:
+        """All weights are there: let the buffers of the loader go."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def rope_table(self, base: float, dims: int, divisors: Any, max_ctx: int) -> Angles:
+        frequencies = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+        if divisors is not None:
+            frequencies /= divisors.astype(np.float64)
+        table = self.memory.empty((max_ctx, dims // 2, 2), np.float32, tag="weights")
+        for start in range(0, max_ctx, ROPE_BLOCK):
+            stop = min(max_ctx, start + ROPE_BLOCK)
+            angles = np.arange(start, stop, dtype=np.float64)[:, None] * frequencies
+            table[start:stop].set(np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32))
+        return Angles(table, dims)
+
+    # ----- rows
+
+    def embed(self, tokens: Any, table: Matrix) -> Any:
+        return cuda_prepare.embed(self.memory, tokens, table)
+
+    def norm_linear(self, x: Any, norm: Any, eps: float, weight: Matrix) -> Any:
+        prepared = cuda_prepare.norm(self.memory, x, norm, eps)
+        y = self.memory.empty((prepared.n, weight.n_out))
+        multiply(prepared, weight, y, add=False)
+        return y
+
+    def add_linear(self, x: Any, y: Any, weight: Matrix) -> None:
+        multiply(cuda_prepare.prepare(self.memory, y), weight, x, add=True)
+
+    def add_swiglu_linear(self, x: Any, gate_up: Any, weight: Matrix) -> None:
+        multiply(cuda_prepare.swiglu(self.memory, gate_up), weight, x, add=True)
+
+    def rope_store(
+        self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall
+    ) -> Any:
+        batch.attention.rope_store(layer, qkv.data.ptr, batch.batch, rope.table.data.ptr, rope.dims, style)
+        return qkv
+
+    def attend(self, layer: int, q: Any, batch: CudaCall, scale: float) -> Any:
+        shape = batch.attention.shape
+        out = self.memory.empty((len(q), shape.n_head * shape.value_dim))
+        batch.attention.attend(layer, q.data.ptr, out.data.ptr, batch.batch, scale, batch.space)
+        return out
+
+    def logits(self, x: Any, norm: Any, eps: float, weight: Matrix) -> Any:
+        return self.norm_linear(x, norm, eps, weight)
+
+    def pick(self, x: Any, rows: Any) -> Picked:
+        """Some rows of x for `logits`. rows: int [k] in host memory."""
+        return Picked(x, cupy.asarray(rows, dtype=cupy.int32))
