@@ -8,14 +8,14 @@ import pytest
 
 from slotd.daemon.ops import cuda_linear, cuda_prepare
 from slotd.daemon.ops.cuda_weights import WeightLoader
-from tests.gpu.blocks import TYPES, RowsFile, random_rows, values_of
+from tests.bench.random_blocks import TYPES
+from tests.gpu.blocks import RowsFile, random_rows, values_of
 
 COUNTS = (1, 2, 7, 8, 9, 16, 23, 24, 32, 33, 64, 65, 128, 200)
 
 
 def weights(memory, types, n_rows, n_in) -> tuple:
-    rng = np.random.default_rng(n_in)
-    tensors = {f"w{i}": (t, random_rows(t, n_rows, n_in, rng)) for i, t in enumerate(types)}
+    tensors = {f"w{i}": (t, random_rows(t, n_rows, n_in, seed=i)) for i, t in enumerate(types)}
     matrix = WeightLoader(memory).matrix(RowsFile(tensors), *tensors)
     return matrix, np.concatenate([values_of(t, rows) for t, rows in tensors.values()])
 

@@ -8,7 +8,8 @@ import pytest
 
 from slotd.daemon.ops.cuda_prepare import embed
 from slotd.daemon.ops.cuda_weights import FORMAT_OF, WeightLoader
-from tests.gpu.blocks import TYPES, RowsFile, random_rows, values_of
+from tests.bench.random_blocks import TYPES
+from tests.gpu.blocks import RowsFile, random_rows, values_of
 
 SHAPES = [(16, 256), (37, 768), (200, 5120)]
 
@@ -16,7 +17,7 @@ SHAPES = [(16, 256), (37, 768), (200, 5120)]
 @pytest.mark.parametrize("type_name", TYPES)
 @pytest.mark.parametrize(("n_rows", "n_in"), SHAPES)
 def test_tiles_unpack_to_the_numbers_of_the_file(memory, type_name, n_rows, n_in) -> None:
-    rows = random_rows(type_name, n_rows, n_in, np.random.default_rng(n_rows))
+    rows = random_rows(type_name, n_rows, n_in, n_rows)
     matrix = WeightLoader(memory).matrix(RowsFile({"w": (type_name, rows)}), "w")
     tokens = cupy.arange(n_rows, dtype=cupy.int32)
     out = embed(memory, tokens, matrix).get()
@@ -32,7 +33,7 @@ def test_tiles_unpack_to_the_numbers_of_the_file(memory, type_name, n_rows, n_in
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16", "F32"])
 @pytest.mark.parametrize("n_in", [32, 96, 576, 1536])
 def test_widths_that_fill_no_tile(memory, type_name, n_in) -> None:
-    rows = random_rows(type_name, 21, n_in, np.random.default_rng(3))
+    rows = random_rows(type_name, 21, n_in, 3)
     matrix = WeightLoader(memory).matrix(RowsFile({"w": (type_name, rows)}), "w")
     out = embed(memory, cupy.arange(21, dtype=cupy.int32), matrix).get()
     expected = values_of(type_name, rows)
@@ -41,7 +42,7 @@ def test_widths_that_fill_no_tile(memory, type_name, n_in) -> None:
 
 def test_tile_sizes_are_those_of_the_kernels(memory) -> None:
     for type_name, form in FORMAT_OF.items():
-        rows = random_rows(type_name, 16, 512, np.random.default_rng(0))
+        rows = random_rows(type_name, 16, 512)
         matrix = WeightLoader(memory).matrix(RowsFile({"w": (type_name, rows)}), "w")
         # The last bytes of the last tile are written: nothing but the poison would stand there otherwise.
         assert matrix.parts[0].tiles.nbytes == 2 * form.tile_bytes
@@ -49,7 +50,7 @@ def test_tile_sizes_are_those_of_the_kernels(memory) -> None:
 
 def test_a_matrix_that_is_sent_in_pieces(memory, monkeypatch) -> None:
     monkeypatch.setattr("slotd.daemon.ops.cuda_weights.CHUNK_BYTES", 1 << 16)
-    rows = random_rows("Q4_K", 1000, 1024, np.random.default_rng(5))
+    rows = random_rows("Q4_K", 1000, 1024, 5)
     matrix = WeightLoader(memory).matrix(RowsFile({"w": ("Q4_K", rows)}), "w")
     out = embed(memory, cupy.arange(1000, dtype=cupy.int32), matrix).get()
     expected = values_of("Q4_K", rows)
@@ -57,7 +58,7 @@ def test_a_matrix_that_is_sent_in_pieces(memory, monkeypatch) -> None:
 
 
 def test_negative_tokens_are_rows_of_zeros(memory) -> None:
-    rows = random_rows("Q6_K", 32, 256, np.random.default_rng(1))
+    rows = random_rows("Q6_K", 32, 256, 1)
     matrix = WeightLoader(memory).matrix(RowsFile({"w": ("Q6_K", rows)}), "w")
     out = embed(memory, cupy.array([3, -1, 5], dtype=cupy.int32), matrix).get()
     assert not out[1].any()

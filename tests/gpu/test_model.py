@@ -1,0 +1,156 @@
+"""Whole models on the GPU: against NumPy, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slotd.daemon.cuda_backend import CudaBackend
+from slotd.daemon.engine import Engine
+from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
+from slotd.daemon.numpy_backend import NumpyBackend
+from slotd.daemon.rows import Kind, Rows
+from slotd.daemon.sequence import Sequence
+from slotd.daemon.weights.reader import open_model
+from tests.bench.synthetic_gguf import Shape, write_synthetic
+
+N_VOCAB = 33_024
+CONTEXTS = (1, 63, 64, 511, 512, 513, 5000)
+
+SHAPES = {
+    "mix": Shape(4, 1024, 2816, 8, 2, 128, N_VOCAB, 8192, 1e6, "Q4_K_M"),
+    "small": Shape(3, 576, 1536, 9, 3, 64, N_VOCAB, 8192, 1e5, "Q4_1", tied=True),
+}
+
+
+def cuda_engine(path: Path, kv: str, max_ctx: int = 8192) -> Engine:
+    with open_model(path) as file:
+        return Engine(file, CudaBackend(CudaMemory(CupyDevice())), k_type=kv, v_type=kv, max_ctx=max_ctx)
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / f"{request.param}.gguf"
+    return write_synthetic(path, SHAPES[request.param], seed=7, outlier=3)
+
+
+@pytest.fixture(scope="module", params=["f16", "q8_0", "q4_0"])
+def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
+    return cuda_engine(model, request.param)
+
+
+def ids(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(300, 30_000, n).tolist()
+
+
+def prefill(engine: Engine, tokens: list[int], chunk: int = 2048) -> tuple[Sequence, np.ndarray]:
+    """A sequence that holds the tokens, and the logits behind them."""
+    sequence = engine.open()
+    logits = np.empty(0)
+    for start in range(0, len(tokens), chunk):
+        rows = Rows.chain(sequence, tokens[start : start + chunk])
+        logits = engine.forward(rows, Kind.PROMPT).logits[-1]
+        engine.commit(sequence, range(len(rows)))
+    return sequence, logits
+
+
+def decode(engine: Engine, sequence: Sequence, tokens: list[int]) -> list[bytes]:
+    """Tokens one by one: the bits of the logits behind each."""
+    found = []
+    for token in tokens:
+        found.append(engine.forward(Rows.chain(sequence, [token]), Kind.STEP).logits[0].tobytes())
+        engine.commit(sequence, [0])
+    return found
+
+
+def random_tree(n: int, seed: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [-1 if i == 0 else int(rng.integers(max(-1, i - 6), i)) for i in range(n)]
+
+
+def path_to(parents: list[int], row: int) -> list[int]:
+    path = []
+    while row >= 0:
+        path.append(row)
+        row = parents[row]
+    return path[::-1]
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16", "q8_0"])
+def test_logits_are_those_of_numpy(model: Path, kv: str) -> None:
+    with open_model(model) as file:
+        host = Engine(file, NumpyBackend(), k_type=kv, v_type=kv, max_ctx=1024)
+    device = cuda_engine(model, kv, 1024)
+    tokens = ids(300)
+    expected = host.forward(Rows.chain(host.open(), tokens, logits="all"), Kind.PROMPT).logits
+    got = device.forward(Rows.chain(device.open(), tokens, logits="all"), Kind.PROMPT).logits
+    error = np.abs(got - expected).max() / expected.std()
+    assert error < 0.05, error
+    margins = np.diff(np.sort(expected, axis=1)[:, -2:], axis=1)[:, 0]
+    clear = margins > 0.05 * expected.std()
+    assert (got.argmax(axis=1) == expected.argmax(axis=1))[clear].all()
+    sequence, _ = prefill(device, tokens[:299])
+    step = device.forward(Rows.chain(sequence, tokens[299:]), Kind.STEP)
+    assert np.abs(step.logits[0] - expected[299]).max() / expected.std() < 0.05
+    ids_, finite = step.greedy()
+    assert finite.all()
+    assert ids_[0] == step.logits[0].argmax()
+
+
+def test_a_row_of_a_chain_is_its_path_alone(engine: Engine) -> None:
+    for context in CONTEXTS:
+        base, _ = prefill(engine, ids(context))
+        tokens = ids(64, seed=context)
+        alone = decode(engine, engine.fork(base), tokens)
+        for n in (2, 7, 16, 23, 64):
+            rows = Rows.chain(base, tokens[:n], logits="all")
+            together = engine.forward(rows, Kind.STEP).logits
+            assert [row.tobytes() for row in together] == alone[:n], (context, n)
+        engine.drop(base)
+
+
+def test_a_row_of_a_tree_is_its_path_alone(engine: Engine) -> None:
+    for context in CONTEXTS:
+        base, _ = prefill(engine, ids(context))
+        for n in (7, 23, 64):
+            parents, tokens = random_tree(n, context), ids(n, seed=n)
+            logits = engine.forward(Rows.tree(base, tokens, parents), Kind.STEP).logits
+            for row in range(0, n, 1 if n < 64 else 7):
+                path = path_to(parents, row)
+                alone = decode(engine, engine.fork(base), [tokens[i] for i in path])
+                assert logits[row].tobytes() == alone[-1], (context, n, row)
+
+
+def test_a_committed_path_goes_on_like_plain_decoding(engine: Engine) -> None:
+    for context in (1, 62, 511, 5000):
+        base, _ = prefill(engine, ids(context))
+        parents, tokens = random_tree(23, context + 1), ids(23, seed=4)
+        path = path_to(parents, 22)
+        tree, plain = engine.fork(base), engine.fork(base)
+        engine.forward(Rows.tree(tree, tokens, parents), Kind.STEP)
+        engine.commit(tree, path)
+        decode(engine, plain, [tokens[i] for i in path])
+        after = ids(10, seed=5)
+        assert decode(engine, tree, after) == decode(engine, plain, after), context
+
+
+def test_sequences_together_are_each_alone(engine: Engine) -> None:
+    bases = [prefill(engine, ids(n, seed=n))[0] for n in (1, 64, 700, 5000)]
+    tokens = [ids(n, seed=9) for n in (1, 5, 3, 1)]
+    parts = [Rows.chain(base, t, logits="all") for base, t in zip(bases, tokens, strict=True)]
+    together = [row.tobytes() for row in engine.forward(Rows.join(parts), Kind.STEP).logits]
+    alone = [
+        bits for base, t in zip(bases, tokens, strict=True) for bits in decode(engine, engine.fork(base), t)
+    ]
+    assert together == alone
+
+
+def test_the_size_of_prompt_pieces_does_not_matter(engine: Engine) -> None:
+    tokens = ids(5000)
+    results = []
+    for chunk in (2048, 192, 64, 2048):
+        sequence, logits = prefill(engine, tokens, chunk)
+        results.append((logits.tobytes(), *decode(engine, sequence, ids(2, seed=1))))
+    assert len(set(results)) == 1
