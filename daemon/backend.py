@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from slotd.daemon.kv.store import PageStore
+from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.memory import Ledger
 from slotd.daemon.models.model import Interrupt
 from slotd.daemon.ops.interface import Ops
@@ -116,11 +116,11 @@ class Backend(Protocol):
     @property
     def logits_on_device(self) -> bool: ...
 
-    def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> PageStore:
+    def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> PageStorage:
         """An empty store for a model's K and V."""
         ...
 
-    def load_model(self, file: ModelFile, store: PageStore, max_ctx: int) -> Runner:
+    def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> Runner:
         """Read the weights; rows are computed on the pages of `store`.
 
         Raises:

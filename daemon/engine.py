@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from slotd.daemon.backend import Backend, Outputs, Runner
 from slotd.daemon.kv.host_tier import HostTier
+from slotd.daemon.kv.page_storage import Place
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
-from slotd.daemon.kv.store import Place
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupt
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
@@ -281,6 +281,7 @@ class Engine:
         with self.memory.site("snapshot"):
             kept = None if logits is None else self.keep_logits(logits)
         pages = sequence.pages[(kv_start or 0) // PAGE : pages_for(length)]
+        self.store.settle()
         return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start)
 
     def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

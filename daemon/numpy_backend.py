@@ -12,6 +12,7 @@ from slotd.daemon import blas_threads
 from slotd.daemon.backend import HostOutputs, Outputs
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.models.model import Interrupt, Model
@@ -48,7 +49,8 @@ class NumpyBackend:
             self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
         )
 
-    def load_model(self, file: ModelFile, store: PageStore, max_ctx: int) -> NumpyRunner:
+    def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> NumpyRunner:
+        assert isinstance(store, PageStore)
         model = load_model(file, self.ops, max_ctx)
         if self.ops.exact:
             self._check_exact(model)

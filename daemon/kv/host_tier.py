@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.pages import pages_for
 from slotd.daemon.kv.slots import Slot, Slots
-from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import Ledger
 from slotd.protocol.errors import SlotdError
 
@@ -70,7 +70,7 @@ class HostTier:
         budget: most bytes in host memory, 0 = none.
     """
 
-    def __init__(self, device: Device, store: PageStore, slots: Slots, budget: int) -> None:
+    def __init__(self, device: Device, store: PageStorage, slots: Slots, budget: int) -> None:
         self.budget = budget
         self.counts = HostCounts()
         self._device = device

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.kv.page_storage import StoredPages
 from slotd.daemon.kv.pages import PAGE, Pages
-from slotd.daemon.kv.store import StoredPages
 
 
 @dataclass(slots=True, eq=False)

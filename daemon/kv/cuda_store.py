@@ -1,0 +1,140 @@
+"""Page storage in the memory of a GPU. Here are addresses only; `ops.cuda_pages` moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.kv.element_types import KvType
+from slotd.daemon.kv.page_storage import PageStorage, Place, StoredPages
+from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, pages_for
+from slotd.daemon.memory import Ledger
+from slotd.daemon.ops.page_layout import Bytes, PageLayout
+
+#: Addresses of K and of V, uint64 [2, n].
+Addresses = npt.NDArray[np.uint64]
+
+
+class PageCopies(Protocol):
+    """What moves the bytes; see `ops.cuda_pages.CudaPages`."""
+
+    @property
+    def pages_per_block(self) -> int: ...
+    def host_block(self) -> Bytes: ...
+    def address(self, segment: Any) -> int: ...
+    def settle(self) -> None: ...
+    def copy(self, sources: Addresses, targets: Addresses, n: int) -> None: ...
+    def move(self, sources: Addresses, targets: Addresses) -> None: ...
+    def read(self, sources: Addresses, blocks: Sequence[Bytes]) -> None: ...
+    def write(self, targets: Addresses, blocks: Sequence[Bytes]) -> None: ...
+    def read_page(self, source: Addresses, n: int, buffer: memoryview) -> None: ...
+    def write_page(self, target: Addresses, n: int, data: memoryview) -> None: ...
+
+
+class MakePageCopies(Protocol):
+    """Makes them for a store."""
+
+    def __call__(self, memory: Ledger, layout: PageLayout) -> PageCopies: ...
+
+
+class CudaPageStore(PageStorage):
+    """Pages on a GPU; see `PageStorage`.
+
+    Everything but `read_page` and `write_page` is for the engine's thread.
+
+    Args:
+        copies: makes what moves the bytes.
+    """
+
+    def __init__(
+        self,
+        copies: MakePageCopies,
+        memory: Ledger,
+        n_layer: int,
+        n_head_kv: int,
+        head_dim: int,
+        value_dim: int,
+        k_type: KvType,
+        v_type: KvType,
+    ) -> None:
+        super().__init__(memory, n_layer, n_head_kv, head_dim, value_dim, k_type, v_type)
+        self._copies = copies(memory, self.layout)
+        self._segments: dict[int, Any] = {}
+        self._addresses: Addresses = np.zeros(
+            (2, 0), dtype=np.uint64
+        )  # by page; 0 = its segment is not there
+
+    def addresses(self, pages: Sequence[int]) -> Addresses:
+        """Where pages lie: uint64 [2, n], K and V of layer 0, head 0, place 0 (see `PageLayout`)."""
+        found: Addresses = self._addresses[:, pages]
+        return found
+
+    def allocate(self, n: int, after: int | None = None) -> list[int]:
+        pages = super().allocate(n, after)
+        self._copies.settle()  # what the last owner of these pages still reads is enqueued
+        return pages
+
+    def settle(self) -> None:
+        self._copies.settle()
+
+    def _put_segment(self, number: int, block: Any) -> None:
+        end = (number + 1) * SEGMENT_PAGES
+        if end > self._addresses.shape[1]:
+            missing = np.zeros((2, end - self._addresses.shape[1]), dtype=np.uint64)
+            self._addresses = np.concatenate([self._addresses, missing], axis=1)
+        base = self._copies.address(block)
+        for index in range(SEGMENT_PAGES):
+            k, v = self.layout.offsets(index)
+            self._addresses[:, number * SEGMENT_PAGES + index] = base + k, base + v
+        self._segments[number] = block
+
+    def _drop_segment(self, number: int) -> None:
+        self._addresses[:, number * SEGMENT_PAGES : (number + 1) * SEGMENT_PAGES] = 0
+        del self._segments[number]
+
+    def _has_segment(self, number: int) -> bool:
+        return number in self._segments
+
+    def _relocate(self, moves: dict[int, int]) -> None:
+        if moves:
+            sources, targets = self.addresses(list(moves)), self.addresses(list(moves.values()))
+            self._copies.copy(sources, targets, PAGE)
+            self._copies.settle()
+
+    # ----- contents
+
+    def prepare(self, page: int, start: int, stop: int) -> None:
+        return  # the kernels read no place behind a row's position
+
+    def copy(self, source: int, target: int, n: int) -> None:
+        self._copies.copy(self.addresses([source]), self.addresses([target]), n)
+
+    def move(self, sources: Sequence[Place], targets: Sequence[Place]) -> None:
+        self._copies.move(self._places(sources), self._places(targets))
+
+    def read_page(self, page: int, n: int, buffer: memoryview) -> None:
+        self._copies.read_page(self.addresses([page]), n, buffer)
+
+    def write_page(self, page: int, n: int, data: memoryview) -> None:
+        self._copies.write_page(self.addresses([page]), n, data)
+
+    def read(self, pages: Sequence[int], n_tokens: int) -> StoredPages:
+        n_blocks = -(-len(pages) // self._copies.pages_per_block)
+        blocks = tuple(self._copies.host_block() for _ in range(n_blocks))
+        self._copies.settle()
+        self._copies.read(self.addresses(pages), blocks)
+        return StoredPages(self.layout, blocks, n_tokens)
+
+    def write(self, pages: Sequence[int], stored: StoredPages) -> None:
+        assert len(pages) == pages_for(stored.n_tokens)
+        self._copies.settle()
+        self._copies.write(self.addresses(pages), stored.blocks)
+
+    def _places(self, places: Sequence[Place]) -> Addresses:
+        pages, offsets = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        rows = np.array([[self.layout.k_row], [self.layout.v_row]], dtype=np.uint64)
+        found: Addresses = self.addresses(pages.tolist()) + rows * offsets.astype(np.uint64)
+        return found
