@@ -15,6 +15,7 @@ from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceLimits
 from slotd.daemon.ops.cuda_attention_shape import AttentionShape
 from slotd.daemon.ops.cuda_graphs import Stream, device_properties
 from slotd.daemon.ops.cuda_ops import CudaOps
+from slotd.daemon.ops.cuda_pages import CudaPages
 from slotd.daemon.weights.architectures import HyperParameters
 from slotd.daemon.weights.reader import ModelFile
 
@@ -42,8 +43,9 @@ class CudaBackend:
         self._shape = AttentionShape(h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type)
         self._shape.check()
         return CudaPageStore(
-            self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
-        )
+            CudaPages, self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim,
+            kv_type(k_type), kv_type(v_type),
+        )  # fmt: skip
 
     def load_model(self, file: ModelFile, store: CudaPageStore, max_ctx: int) -> CudaRunner:
         self.stream.use()
