@@ -19,8 +19,8 @@ MOST_FEW_ROWS = 64
 #: Rows of x and tiles of outputs of a block of the kernel for many rows, and its threads.
 PROMPT_COLUMNS, PROMPT_TILES, PROMPT_THREADS = 128, 8, 256
 
-#: Its shared memory: a ring of four stages of x, and the sums over slabs.
-PROMPT_SHARED = 4 * 2 * PROMPT_COLUMNS * 64 + PROMPT_THREADS * 64 * 4
+#: Its shared memory: a ring of four stages of x, the sums over slabs, and the scales of two segments.
+PROMPT_SHARED = 4 * 2 * PROMPT_COLUMNS * 64 + PROMPT_THREADS * 64 * 4 + 2 * PROMPT_COLUMNS * 4
 
 WARP = 32
 
@@ -29,6 +29,9 @@ REGISTERS = 65536
 
 #: Fewer would leave sums of a tile without a thread that adds them up.
 LEAST_WARPS = 4
+
+#: Shared memory that a block of few rows may fill with sums before it adds them up; more costs blocks.
+SUMS_BYTES = 16384
 
 _MOST_PARTS = 3
 _ROW_GROUPS = (8, 16, 24, 32, 64)
@@ -65,7 +68,7 @@ class Prepared:
 
     Attributes:
         halves: uint8, [segments, 8, room, 4] pieces of 16 bytes.
-        scale: float32 [room], the power of two of each row.
+        scale: float32 [segments, room], the power of two of each segment of a row.
         n: rows.
         room: rows that there is memory for.
     """
@@ -99,8 +102,10 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         chosen = kernel(f"linear_{form.name}_{group}")
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, group, chosen.registers)
-        smem = 2 * warps * group * _COLUMN_STRIDE * 4
-        args = (_parts(parts, weight), rows, output)
+        of_one = warps * rows.n * _COLUMN_STRIDE * 4
+        rounds = max(1, min(-(-weight.n_segments // warps), SUMS_BYTES // (2 * of_one)))
+        smem = min(2, -(-weight.n_segments // (warps * rounds))) * rounds * of_one
+        args = (_parts(parts, weight), rows, output, rounds)
         chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
 
 

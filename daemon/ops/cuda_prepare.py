@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,11 @@ from slotd.daemon.ops.cuda_weights import TILE_COLUMNS, Matrix
 from slotd.daemon.ops.kernels import kernel
 
 EMBED_THREADS = 256
+
+WARP = 32
+
+#: Warps of a block that prepares segments without a norm; most of one with.
+BLOCK_WARPS, MOST_WARPS = 4, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +34,6 @@ class Picked:
     source: Any
 
 
-def threads_for(width: int) -> int:
-    """Threads of the block that works on one row: they depend on the width only, and so do the sums."""
-    return min(1024, max(128, -(-width // 8 // 32) * 32))
-
-
 def embed(memory: Ledger, tokens: Any, table: Matrix) -> Any:
     """Rows of the table for tokens int32 [n] on the device -> float32 [n, n_in]; zeros for a negative one."""
     (part,) = table.parts
@@ -43,14 +44,17 @@ def embed(memory: Ledger, tokens: Any, table: Matrix) -> Any:
 
 
 def norm(memory: Ledger, x: Any, weight: Any, eps: float) -> Prepared:
-    """x / sqrt(mean(x^2) + eps) * weight, prepared. x: float32 [n, m] or Picked."""
+    """x / sqrt(mean(x^2) + eps) * weight, prepared. x: float32 [n, m] or Picked, m at most 16384."""
     source = None
     if isinstance(x, Picked):
         x, source = x.x, x.source
     n, width = len(x if source is None else source), x.shape[1]
     out = _room(memory, n, width)
-    args = (x, source, x.strides[0] // 4, weight, np.float32(eps), width, out.room, out.halves, out.scale)
-    kernel("prepare_norm").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
+    segments = -(-width // TILE_COLUMNS)
+    wide = segments > MOST_WARPS
+    args = (x, source, x.strides[0] // 4, weight, np.float32(eps), width, _target(out))
+    warps = -(-segments // 2) if wide else segments
+    kernel("prepare_norm_wide" if wide else "prepare_norm").launch(n, warps * WARP, args, pdl=True)
     return out
 
 
@@ -58,8 +62,9 @@ def swiglu(memory: Ledger, gate_up: Any) -> Prepared:
     """silu(gate) * up, prepared. gate_up: float32 [n, 2 m], gate in the first half."""
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = _room(memory, n, width)
-    args = (gate_up, width, out.room, out.halves, out.scale)
-    kernel("prepare_swiglu").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
+    kernel("prepare_swiglu").launch(
+        _grid(n, width), BLOCK_WARPS * WARP, (gate_up, width, _target(out)), pdl=True
+    )
     return out
 
 
@@ -67,12 +72,24 @@ def prepare(memory: Ledger, x: Any) -> Prepared:
     """x as it is, prepared. x: float32 [n, m]."""
     n, width = x.shape
     out = _room(memory, n, width)
-    args = (x, x.strides[0] // 4, width, out.room, out.halves, out.scale)
-    kernel("prepare_rows").launch(n, threads_for(width), args, smem=4 * width, pdl=True)
+    args = (x, x.strides[0] // 4, width, _target(out))
+    kernel("prepare_rows").launch(_grid(n, width), BLOCK_WARPS * WARP, args, pdl=True)
     return out
+
+
+class _Target(ctypes.Structure):
+    _fields_ = (("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("room", ctypes.c_int32))
+
+
+def _target(out: Prepared) -> _Target:
+    return _Target(out.halves.data.ptr, out.scale.data.ptr, out.room)
+
+
+def _grid(n: int, width: int) -> tuple[int, int]:
+    return -(-width // (TILE_COLUMNS * BLOCK_WARPS)), n
 
 
 def _room(memory: Ledger, n: int, width: int) -> Prepared:
     room, segments = room_for(n), -(-width // TILE_COLUMNS)
     halves = memory.empty((segments * 8 * room * 64,), np.uint8)
-    return Prepared(halves, memory.empty((room,), np.float32), n, room)
+    return Prepared(halves, memory.empty((segments, room), np.float32), n, room)

@@ -7,9 +7,10 @@
 
 constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
 
+// `rounds`: segments that each warp multiplies before the block adds up; shared memory holds [2][rounds][warps][n] sums of 16.
 template <int FORMAT, int NT>
-DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
-    extern __shared__ float sums[];  // [2][warps][NT * 8][COLUMN_STRIDE]
+DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out, int rounds) {
+    extern __shared__ float sums[];
     using L = Layout<FORMAT>;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     const int g = lane / 4, t = lane % 4, n = rows.n, room = rows.room, n_segments = parts.n_segments;
@@ -23,15 +24,14 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
     int column[NT];
 #pragma unroll
     for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, n - 1);
-    float slab[NT], total[NT];  // of the sums that this thread adds up; few blocks have fewer threads than 128
+    float slab[NT], total[NT];  // of the sums that this thread adds up: a block has at least 128 threads
 #pragma unroll
     for (int j = 0; j < NT; ++j) slab[j] = total[j] = 0.0f;
 
-    const int turns = (n_segments + n_warps - 1) / n_warps;
-    for (int turn = 0; turn < turns; ++turn) {
-        const int segment = turn * n_warps + warp;
-        float* mine = sums + ((turn % 2) * n_warps + warp) * (NT * 8 * COLUMN_STRIDE);
-        if (segment < n_segments) {
+    const int per_turn = n_warps * rounds, of_one = n * COLUMN_STRIDE;
+    for (int first = 0, half = 0; first < n_segments; first += per_turn, half ^= 1) {
+        float* turn = sums + half * per_turn * of_one;
+        for (int segment = first + warp; segment < min(first + per_turn, n_segments); segment += n_warps) {
             float d[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
@@ -54,43 +54,37 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
                 for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].z);
                 // The last use of these registers: the next tile's bytes are under way while this one is finished.
                 if (w == 3 && more) {
-                    if constexpr (FORMAT == F16) {
-                        held.load_chunks(next, lane, 0, 4);
-                        held.load_chunks(next, lane, 1, 4);
-                    } else {
-                        held.load_chunks(next, lane, 0, 2);
-                    }
+                    held.load_chunks(next, lane, 0, FORMAT == F16 ? 4 : 2);
+                    if constexpr (FORMAT == F16) held.load_chunks(next, lane, 1, 4);
                 }
                 if (w == 7 && more) {
-                    if constexpr (FORMAT == F16) {
-                        held.load_chunks(next, lane, 2, 4);
-                        held.load_chunks(next, lane, 3, 4);
-                    } else {
-                        held.load_chunks(next, lane, 1, 2);
-                    }
+                    held.load_chunks(next, lane, FORMAT == F16 ? 2 : 1, FORMAT == F16 ? 4 : 2);
+                    if constexpr (FORMAT == F16) held.load_chunks(next, lane, 3, 4);
                     held.load_scales(next, lane);
                 }
             }
+            float* mine = turn + (segment - first) * of_one + g;
 #pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                float* to = mine + (8 * j + 2 * t) * COLUMN_STRIDE + g;
-                to[0] = d[j][0];
-                to[COLUMN_STRIDE] = d[j][1];
-                to[8] = d[j][2];
-                to[COLUMN_STRIDE + 8] = d[j][3];
-            }
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    const int row = 8 * j + 2 * t + odd;
+                    if (row >= n) continue;
+                    const float scale = rows.scale[segment * room + row];  // a power of two: nothing is rounded
+                    mine[row * COLUMN_STRIDE] = __fmul_rn(d[j][odd], scale);
+                    mine[row * COLUMN_STRIDE + 8] = __fmul_rn(d[j][2 + odd], scale);
+                }
         }
         __syncthreads();
         // Everybody adds some outputs up, segments in order. The other half of `sums` is free meanwhile.
-        const int first = turn * n_warps, count = min(n_warps, n_segments - first);
+        const int count = min(per_turn, n_segments - first);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
             const int index = threadIdx.x + j * blockDim.x;
             if (index >= n * TILE_ROWS) break;
-            const float* from = sums + (turn % 2) * n_warps * (NT * 8 * COLUMN_STRIDE) +
-                                (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
+            const float* from = turn + (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
             for (int i = 0; i < count; ++i) {
-                slab[j] = __fadd_rn(slab[j], from[i * (NT * 8 * COLUMN_STRIDE)]);
+                slab[j] = __fadd_rn(slab[j], from[i * of_one]);
                 if ((first + i) % SLAB == SLAB - 1) {
                     total[j] = __fadd_rn(total[j], slab[j]);
                     slab[j] = 0.0f;
@@ -104,9 +98,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
         if (index >= n * TILE_ROWS) break;
         const int row = index / TILE_ROWS, output = tile * TILE_ROWS + index % TILE_ROWS;
         if (output >= part.n_rows) continue;
-        const float sum = __fadd_rn(total[j], slab[j]);
-        // Both factors are powers of two: where the product stays in range, nothing is rounded.
-        const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
+        const float value = __fmul_rn(__fadd_rn(total[j], slab[j]), part.row_scale[output]);
         float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
         *y = out.add ? __fadd_rn(*y, value) : value;
     }
@@ -116,10 +108,10 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
 // of a launch have one format.
 #define ENTRY(NAME, FORMAT, N, THREADS, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                             \
-        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out) {         \
+        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out, int rounds) { \
         int tile = blockIdx.x, p = 0;                                                                         \
         while (p + 1 < parts.n_parts && tile >= parts.part[p].n_tiles) tile -= parts.part[p++].n_tiles;       \
-        multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out);                                       \
+        multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out, rounds);                               \
     }
 
 #define ENTRIES(NAME, FORMAT, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
