@@ -63,6 +63,16 @@ DEVICE void cp_async16_or_zero(void* shared, const void* global, bool copy) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes));
 }
 
+// Copies the first `bytes` of 16 (0 .. 16) and fills the rest with zeros.
+DEVICE void cp_async16_front(void* shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes));
+}
+
+DEVICE void cp_async4_or_zero(void* shared, const void* global, bool copy) {
+    int bytes = copy ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes));
+}
+
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 
 template <int N>
@@ -107,12 +117,15 @@ DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
 
 // ----- arithmetic that decides bits is written out
 
-// exp as every kernel uses it: 2^(x log2 e) by the hardware, arguments of at most 0 in softmax.
-DEVICE float exp_shared(float x) {
+// 2^x by the hardware.
+DEVICE float exp2_shared(float x) {
     float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.4426950408889634f)));
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// exp as every kernel uses it: 2^(x log2 e), arguments of at most 0 in softmax.
+DEVICE float exp_shared(float x) { return exp2_shared(__fmul_rn(x, 1.4426950408889634f)); }
 
 // ----- reductions over a warp, always in the same order
 

@@ -1,0 +1,392 @@
+"""Rotation, K/V writes and attention on CUDA: the kernels rope_store, attention*, for one model's heads.
+
+Every method enqueues on a stream and returns; what changes from call to call is read on the device from the
+packed batch (`cuda_batch`), so that launches can be captured once and replayed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slotd.daemon.ops.batch import TILE
+from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS, AttentionShape
+from slotd.daemon.ops.cuda_batch import NARROW_QUERIES, PROMPT_BLOCK_ROWS, WIDE_QUERIES, BatchLayout, is_wide
+from slotd.daemon.ops.interface import RopeStyle
+from slotd.daemon.ops.kernels import Kernel, kernel
+from slotd.protocol.errors import ConfigError
+
+#: Pages of a segment: the stride from one layer of a page to the next counts them.
+SEGMENT_PAGES = 16
+
+THREADS = 128
+
+#: Up to this context a step's parts are joined by the block that brings the last one, else by another kernel.
+JOINED_INSIDE_CONTEXT = 4096
+
+_PAIRS = {"interleaved": 0, "half": 1}
+
+#: Blocks of a multiprocessor that the registers allow, by kernel.
+_NARROW_BLOCKS, _WIDE_BLOCKS = 3, 2
+
+#: Static shared memory and what the driver keeps for itself, bytes for each block.
+_SHARED_OVERHEAD = 2048
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """Of one device: multiprocessors, and shared memory of one and of a block, bytes."""
+
+    multiprocessors: int
+    shared_per_multiprocessor: int
+    shared_per_block: int
+
+    @classmethod
+    def of(cls, properties: Mapping[str, Any]) -> DeviceLimits:
+        """From what cudaGetDeviceProperties says."""
+        return cls(
+            multiprocessors=int(properties["multiProcessorCount"]),
+            shared_per_multiprocessor=int(properties["sharedMemPerMultiprocessor"]),
+            shared_per_block=int(properties["sharedMemPerBlockOptin"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A packed call on the device.
+
+    Attributes:
+        layout: of the buffer.
+        address: of the buffer.
+        n_rows: rows that are launched: the bucket of a step, the rows of a prompt piece.
+        n_entries: blocks of a prompt piece; a step reads its number of entries on the device.
+    """
+
+    layout: BatchLayout
+    address: int
+    n_rows: int
+    n_entries: int = 0
+
+    def at(self, name: str) -> int:
+        """Address of an array."""
+        return self.layout.address(self.address, name)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpace:
+    """What step attention needs beside its inputs: one block of device memory, used anew by every layer.
+
+    Zero before its first use (the kernels leave the counters at zero; after a failed launch clear it again).
+    """
+
+    arrived: int
+    part_weights: int
+    part_sums: int
+
+    @staticmethod
+    def nbytes(layout: BatchLayout, shape: AttentionShape) -> int:
+        """Bytes for steps of a layout."""
+        return _offsets(layout, shape)[-1]
+
+    @classmethod
+    def at(cls, address: int, layout: BatchLayout, shape: AttentionShape) -> StepSpace:
+        """The parts of a block of memory at `address`."""
+        arrived, weights, sums, _ = _offsets(layout, shape)
+        return cls(address + arrived, address + weights, address + sums)
+
+
+def _offsets(layout: BatchLayout, shape: AttentionShape) -> tuple[int, int, int, int]:
+    counters = -(-layout.rows * shape.n_head_kv * 4 // 256) * 256
+    weights = -(-layout.most_parts * shape.n_head * 8 // 256) * 256
+    sums = layout.most_parts * shape.n_head * shape.value_dim * 4
+    return 0, counters, counters + weights, counters + weights + sums
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("q", "out", "page_k", "page_v", "k_layer", "v_layer")),
+        *((name, ctypes.c_int32) for name in ("q_stride", "n_head", "n_head_kv", "k_type", "v_type")),
+        ("factor", ctypes.c_float),
+    )
+
+
+_STEP_ARRAYS = ("entries", "n_entries", "ancestors", "positions", "first_part", "shared_parts", "tail_tile")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("heads", _Heads),
+        *((name, ctypes.c_uint64) for name in _STEP_ARRAYS),
+        *((name, ctypes.c_uint64) for name in ("part_sums", "part_weights", "arrived")),
+        *((name, ctypes.c_int32) for name in ("join_inside", "n_stages")),
+    )
+
+
+class _Prompt(ctypes.Structure):
+    _fields_ = (("heads", _Heads), ("blocks", ctypes.c_uint64))
+
+
+class _Plain(ctypes.Structure):
+    _fields_ = (
+        ("heads", _Heads),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("positions", "sequence", "first_page", "committed", "ancestors")
+        ),
+        *((name, ctypes.c_int32) for name in ("head_dim", "value_dim")),
+    )
+
+
+_ROPE_POINTERS = (
+    "qkv",
+    "positions",
+    "write_k",
+    "write_v",
+    "angles",
+    "q_norm",
+    "k_norm",
+    "k_layer",
+    "v_layer",
+)
+_ROPE_NUMBERS = (
+    "stride",
+    "n_head",
+    "n_head_kv",
+    "head_dim",
+    "value_dim",
+    "dims",
+    "pairs",
+    "k_type",
+    "v_type",
+)
+
+
+class _RopeStore(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in _ROPE_POINTERS),
+        *((name, ctypes.c_int32) for name in _ROPE_NUMBERS),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each query and key head before the rotation: addresses of float32 [head_dim] weights."""
+
+    q: int
+    k: int
+    eps: float
+
+
+class CudaAttention:
+    """Launches for one model.
+
+    Args:
+        shape: its heads and K/V types.
+        limits: of the device.
+        find: kernel by name.
+
+    Raises:
+        ConfigError: heads that no kernel takes.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, limits: DeviceLimits, find: Callable[[str], Kernel] = kernel
+    ) -> None:
+        shape.check()
+        self.shape = shape
+        self._limits = limits
+        self._find = find
+        self._k_layer_bytes = SEGMENT_PAGES * shape.n_head_kv * TILE * shape.k_row_bytes
+        self._v_layer_bytes = SEGMENT_PAGES * shape.n_head_kv * TILE * shape.v_row_bytes
+
+    def rope_store(
+        self,
+        layer: int,
+        qkv: int,
+        batch: DeviceBatch,
+        angles: int,
+        dims: int,
+        style: RopeStyle,
+        norms: HeadNorms | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Rotate q (in place) and k of every row, and store k and v at the rows' places.
+
+        Args:
+            qkv: address of float32 [rows, qkv_width]: query heads, key heads, value heads.
+            angles: address of float32 [positions, dims / 2, 2], cos and sin.
+            dims: numbers of a head that turn.
+        """
+        shape = self.shape
+        args = _RopeStore(
+            qkv=qkv,
+            positions=batch.at("positions"),
+            write_k=batch.at("write_k"),
+            write_v=batch.at("write_v"),
+            angles=angles,
+            q_norm=norms.q if norms else 0,
+            k_norm=norms.k if norms else 0,
+            k_layer=layer * self._k_layer_bytes,
+            v_layer=layer * self._v_layer_bytes,
+            stride=shape.qkv_width,
+            n_head=shape.n_head,
+            n_head_kv=shape.n_head_kv,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            dims=dims,
+            pairs=_PAIRS[style],
+            k_type=KV_TYPE_NUMBERS[shape.k_type],
+            v_type=KV_TYPE_NUMBERS[shape.v_type],
+            eps=norms.eps if norms else 0.0,
+        )
+        blocks = math.ceil((shape.n_head + 2 * shape.n_head_kv) / (THREADS // 32))
+        self._find("rope_store").launch((blocks, batch.n_rows), THREADS, (args,), stream=stream, pdl=True)
+
+    def attend(
+        self,
+        layer: int,
+        q: int,
+        out: int,
+        batch: DeviceBatch,
+        scale: float,
+        space: StepSpace | None = None,
+        stream: Any = None,
+    ) -> None:
+        """softmax(scale q K^T) V of every row over what it may see.
+
+        Args:
+            q: address of the rows of q, k and v, rotated.
+            out: address of float32 [rows, n_head * value_dim].
+            space: for a step, made for the batch's layout.
+        """
+        if self.shape.plain:
+            self.attention_plain(layer, q, out, batch, scale, stream)
+        elif batch.layout.step:
+            if space is None:
+                raise ValueError("step attention without a StepSpace")
+            self.attention(layer, q, out, batch, scale, space, stream)
+        else:
+            self.attention_prompt(layer, q, out, batch, scale, stream)
+
+    def attention(
+        self,
+        layer: int,
+        q: int,
+        out: int,
+        batch: DeviceBatch,
+        scale: float,
+        space: StepSpace,
+        stream: Any = None,
+    ) -> None:
+        """Of step rows, on tensor cores. Arguments as for attend."""
+        shape, layout = self.shape, batch.layout
+        wide = is_wide(layout.rows, shape.per_group)
+        n_stages, shared, per_multiprocessor = self.step_resources(wide)
+        inside = layout.context <= JOINED_INSIDE_CONTEXT
+        args = _Step(
+            heads=self._heads(layer, q, out, batch, scale),
+            entries=batch.at("entries"),
+            n_entries=batch.at("counts") + 4,
+            ancestors=batch.at("ancestors"),
+            positions=batch.at("positions"),
+            first_part=batch.at("first_part"),
+            shared_parts=batch.at("shared_parts"),
+            tail_tile=batch.at("tail_tile"),
+            part_sums=space.part_sums,
+            part_weights=space.part_weights,
+            arrived=space.arrived,
+            join_inside=int(inside),
+            n_stages=n_stages,
+        )
+        grid = min(layout.entries * shape.n_head_kv, self._limits.multiprocessors * per_multiprocessor)
+        name = f"attention_{'wide' if wide else 'narrow'}_{shape.head_dim}"
+        self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
+        if not inside:
+            combine = self._find(f"attention_combine_{shape.head_dim}")
+            combine.launch(
+                (shape.value_dim // 32, shape.n_head, layout.rows), THREADS, (args,), stream=stream, pdl=True
+            )
+
+    def step_resources(self, wide: bool) -> tuple[int, int, int]:
+        """Of a step kernel: stages of its pipeline, bytes of dynamic shared memory, blocks an SM."""
+        queries, most = (WIDE_QUERIES, _WIDE_BLOCKS) if wide else (NARROW_QUERIES, _NARROW_BLOCKS)
+        fixed = queries * (2 * self.shape.head_dim + 4) + NARROW_QUERIES * (2 * TILE + 4 * THREADS // 32)
+        fixed += self._unpacked_bytes()
+        stage = TILE * (self.shape.k_row_bytes + self.shape.v_row_bytes)
+        for blocks in range(most, 0, -1):
+            budget = self._limits.shared_per_multiprocessor // blocks - _SHARED_OVERHEAD
+            budget = min(budget, self._limits.shared_per_block)
+            n_stages = min(4, (budget - fixed) // stage)
+            if n_stages >= 2:
+                return n_stages, fixed + n_stages * stage, blocks
+        raise ConfigError(
+            f"step attention needs {fixed + 2 * stage} bytes of shared memory for a block, "
+            f"the device has {self._limits.shared_per_block}"
+        )
+
+    def attention_prompt(
+        self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float, stream: Any = None
+    ) -> None:
+        """Of prompt rows, on tensor cores. Arguments as for attend."""
+        shape = self.shape
+        args = _Prompt(
+            heads=self._heads(layer, q, out, batch, scale),
+            blocks=batch.at("entries"),
+        )
+        shared = PROMPT_BLOCK_ROWS * 2 * shape.head_dim + 2 * TILE * (shape.k_row_bytes + shape.v_row_bytes)
+        shared += self._unpacked_bytes()
+        if shared > self._limits.shared_per_block:
+            raise ConfigError(
+                f"prompt attention needs {shared} bytes of shared memory for a block, "
+                f"the device has {self._limits.shared_per_block}"
+            )
+        grid = (shape.n_head, batch.n_entries)
+        name = f"attention_prompt_{shape.head_dim}"
+        self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
+
+    def attention_plain(
+        self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float, stream: Any = None
+    ) -> None:
+        """Of any rows, in float32. Arguments as for attend."""
+        shape = self.shape
+        args = _Plain(
+            heads=self._heads(layer, q, out, batch, scale),
+            positions=batch.at("positions"),
+            sequence=batch.at("sequence"),
+            first_page=batch.at("first_page"),
+            committed=batch.at("committed"),
+            ancestors=batch.at("ancestors") if batch.layout.step else 0,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+        )
+        grid = (shape.n_head, batch.n_rows)
+        self._find("attention_plain").launch(grid, TILE, (args,), stream=stream, pdl=True)
+
+    def _unpacked_bytes(self) -> int:
+        """Shared memory for tiles of halves made from other types."""
+        return sum(
+            TILE * 2 * self.shape.head_dim for t in (self.shape.k_type, self.shape.v_type) if t != "f16"
+        )
+
+    def _heads(self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float) -> _Heads:
+        shape = self.shape
+        return _Heads(
+            q=q,
+            out=out,
+            page_k=batch.at("page_k"),
+            page_v=batch.at("page_v"),
+            k_layer=layer * self._k_layer_bytes,
+            v_layer=layer * self._v_layer_bytes,
+            q_stride=shape.qkv_width,
+            n_head=shape.n_head,
+            n_head_kv=shape.n_head_kv,
+            k_type=KV_TYPE_NUMBERS[shape.k_type],
+            v_type=KV_TYPE_NUMBERS[shape.v_type],
+            factor=scale * LOG2_E,
+        )

@@ -1,0 +1,341 @@
+"""A call as the CUDA kernels read it: one buffer, filled on the host and copied in one piece.
+
+`BatchLayout` says where each array lies for given capacities; a captured graph keeps these addresses, so what
+changes from step to step is content only. `pack_step` and `pack_prompt` fill a host buffer from rows and page
+addresses. Rows beyond those of the call are padding: position -1, no place, no work.
+
+Step attention gets a work list. Tiles wholly below the committed end are the same for all rows of a sequence:
+SHARED entries, up to eight tiles (one split of 512 positions) for as many rows as one block of threads takes.
+The one or two tiles behind are work for each row: TAIL, or GATHERED when the row's ancestors are not simply
+the rows before it. Each entry leaves one part for each of its rows; a row's parts are numbered splits first,
+then tail tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.ops.batch import TILE
+from slotd.daemon.row_checks import row_counts
+from slotd.daemon.rows import COMMITTED_END, MAX_STEP_ROWS, Rows
+
+#: Tiles of a split.
+SPLIT_TILES = 8
+
+#: (row, head of one kv head) pairs that a block of threads takes, in the narrow and the wide step kernel.
+NARROW_QUERIES, WIDE_QUERIES = 16, 128
+
+#: Rows of a block of prompt attention.
+PROMPT_BLOCK_ROWS = 128
+
+#: Sequences of one call.
+MOST_SEQUENCES = 64
+
+INERT, SHARED, TAIL, GATHERED = range(4)
+
+#: Columns of an entry of the work list.
+ENTRY = ("kind", "first_row", "n_rows", "first_page", "first_tile", "n_tiles", "committed", "part")
+
+#: Columns of a block of prompt rows.
+BLOCK = ("first_row", "n_rows", "first_page", "position")
+
+_ALIGNMENT = 16
+
+#: Page addresses of a sequence's K and V in layer 0, head 0, place 0: uint64 [pages] each.
+PageAddresses = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+
+Views = dict[str, npt.NDArray[Any]]
+
+
+def is_wide(n_rows: int, per_group: int) -> bool:
+    """Whether a bucket of n_rows rows, per_group query heads of a kv head, is for the wide step kernel."""
+    return n_rows * per_group > NARROW_QUERIES
+
+
+def rows_at_once(n_rows: int, per_group: int) -> int:
+    """Rows of a SHARED entry in a bucket of n_rows rows. The heads of a row stay together."""
+    return (WIDE_QUERIES if is_wide(n_rows, per_group) else NARROW_QUERIES) // per_group
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a packed call needs of the kernels.
+
+    Attributes:
+        n_rows: rows of the call, without padding.
+        n_entries: entries of the work list, or blocks of prompt rows.
+        n_parts: parts that step attention leaves, 0 for a prompt.
+        context: positions that the longest sequence of the call reaches.
+    """
+
+    n_rows: int
+    n_entries: int
+    n_parts: int
+    context: int
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the arrays of a call lie in its buffer.
+
+    Attributes:
+        step: whether it is for step rows, else for prompt rows.
+        rows: capacity; a step's row bucket.
+        pages: capacity, of all sequences of the call together.
+        entries: capacity of the work list, or of blocks of prompt rows.
+        context: tokens that the longest sequence may have, rows of the call included.
+    """
+
+    step: bool
+    rows: int
+    pages: int
+    entries: int
+    context: int
+
+    @classmethod
+    def for_steps(cls, rows: int, pages: int, context: int, per_group: int) -> BatchLayout:
+        """Room for every step of up to `rows` rows on `pages` pages, per_group query heads for a kv head."""
+        if rows > MAX_STEP_ROWS:
+            raise ValueError(f"{rows} rows in a step, the limit is {MAX_STEP_ROWS}")
+        groups = math.ceil(rows / rows_at_once(rows, per_group))
+        shared = (pages // SPLIT_TILES + rows) * groups
+        return cls(True, rows, pages, shared + 2 * rows, context)
+
+    @classmethod
+    def for_prompt(cls, rows: int, pages: int, context: int) -> BatchLayout:
+        """Room for a prompt piece of up to `rows` rows, of several sequences together."""
+        return cls(False, rows, pages, rows // PROMPT_BLOCK_ROWS + min(rows, MOST_SEQUENCES), context)
+
+    @property
+    def most_parts(self) -> int:
+        """Parts that the rows of a step leave at most."""
+        splits = math.ceil(min(self.pages, math.ceil(self.context / TILE)) / SPLIT_TILES)
+        return self.rows * (splits + 2)
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
+        """Name -> (offset in bytes, shape, dtype). All offsets are multiples of 16."""
+        n, s, i32, u64 = self.rows, MOST_SEQUENCES, np.dtype(np.int32), np.dtype(np.uint64)
+        arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+            "counts": ((4,), i32),  # sequences, entries, rows, parts
+            "tokens": ((n,), i32),
+            "positions": ((n,), i32),
+            "sequence": ((n,), i32),
+            "write_k": ((n,), u64),
+            "write_v": ((n,), u64),
+            "first_row": ((s,), i32),
+            "n_rows": ((s,), i32),
+            "first_page": ((s,), i32),
+            "committed": ((s,), i32),
+        }
+        if self.step:
+            arrays["ancestors"] = ((n, MAX_STEP_ROWS), np.dtype(np.uint8))
+            arrays["first_part"] = ((n + 1,), i32)
+            arrays["shared_parts"] = ((n,), i32)
+            arrays["tail_tile"] = ((n,), i32)
+        arrays["entries"] = ((self.entries, len(ENTRY) if self.step else len(BLOCK)), i32)
+        arrays["page_k"] = ((self.pages,), u64)
+        arrays["page_v"] = ((self.pages,), u64)
+        placed, at = {}, 0
+        for name, (shape, dtype) in arrays.items():
+            placed[name] = (at, shape, dtype)
+            at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return placed
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        offset, shape, dtype = self.fields["page_v"]
+        return offset + -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def address(self, base: int, name: str) -> int:
+        """Where an array lies when the buffer is at address `base`."""
+        return base + self.fields[name][0]
+
+    def views(self, buffer: npt.NDArray[np.uint8]) -> Views:
+        """The arrays in a host buffer of at least nbytes bytes; made once for a buffer."""
+        views = {}
+        for name, (offset, shape, dtype) in self.fields.items():
+            size = math.prod(shape) * dtype.itemsize
+            views[name] = buffer[offset : offset + size].view(dtype).reshape(shape)
+        return views
+
+
+def pack_step(
+    layout: BatchLayout,
+    views: Views,
+    rows: Rows,
+    addresses: SequenceOf[PageAddresses],
+    k_row_bytes: int,
+    v_row_bytes: int,
+    per_group: int,
+) -> Packed:
+    """Fill a buffer of `layout` with a step.
+
+    Args:
+        views: of the host buffer.
+        rows: of the call, at most layout.rows.
+        addresses: page addresses of each sequence, enough for its rows.
+        k_row_bytes, v_row_bytes: stored bytes of one head's key and value.
+        per_group: query heads of a kv head.
+
+    Raises:
+        ValueError: the call is larger than the layout.
+    """
+    n = len(rows)
+    context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
+    at_once = rows_at_once(layout.rows, per_group)
+    ancestors, first_part = views["ancestors"], views["first_part"]
+    shared_parts, tail_tile, entries = views["shared_parts"], views["tail_tile"], views["entries"]
+    parts = 0
+    tails: list[tuple[int, ...]] = []
+    n_entries = 0
+    start = 0
+    for s, count in enumerate(row_counts(rows)):
+        stop = start + count
+        committed, first_page = int(views["committed"][s]), int(views["first_page"][s])
+        tile = committed // TILE
+        n_shared = -(-tile // SPLIT_TILES)
+        shared_parts[start:stop] = n_shared
+        tail_tile[start:stop] = tile
+        straight = _pack_ancestors(rows, start, count, ancestors)
+        for first in range(start, stop, at_once):
+            group = min(at_once, stop - first)
+            _check("entries of the work list", n_entries + n_shared, layout.entries)
+            _pack_splits(entries[n_entries : n_entries + n_shared], first, group, first_page, tile, committed)
+            n_entries += n_shared
+        for row in range(start, stop):
+            first_part[row] = parts
+            last = (committed + int(rows.depths[row])) // TILE
+            kind = TAIL if straight[row - start] else GATHERED
+            for number in range(tile, last + 1):
+                tails.append((kind, row, 1, first_page, number, 1, committed, n_shared + number - tile))
+            parts += n_shared + last + 1 - tile
+        start = stop
+    first_part[n:] = parts
+    shared_parts[n:] = 0
+    tail_tile[n:] = 0
+    _check("entries of the work list", n_entries + len(tails), layout.entries)
+    entries[n_entries : n_entries + len(tails)] = tails
+    n_entries += len(tails)
+    entries[n_entries:, 0] = INERT
+    views["counts"][:] = (len(rows.sequences), n_entries, n, parts)
+    return Packed(n, n_entries, parts, context)
+
+
+def pack_prompt(
+    layout: BatchLayout,
+    views: Views,
+    rows: Rows,
+    addresses: SequenceOf[PageAddresses],
+    k_row_bytes: int,
+    v_row_bytes: int,
+) -> Packed:
+    """Fill a buffer of `layout` with prompt pieces, a chain of rows for each sequence; as pack_step.
+
+    Raises:
+        ValueError: the call is larger than the layout.
+    """
+    context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
+    blocks: list[tuple[int, ...]] = []
+    start = 0
+    for s, count in enumerate(row_counts(rows)):
+        committed, first_page = int(views["committed"][s]), int(views["first_page"][s])
+        for first in range(0, count, PROMPT_BLOCK_ROWS):
+            n = min(PROMPT_BLOCK_ROWS, count - first)
+            blocks.append((start + first, n, first_page, committed + first))
+        start += count
+    _check("blocks of prompt rows", len(blocks), layout.entries)
+    # The kernel starts the last ones first: they have the most tiles.
+    blocks.sort(key=lambda block: block[3])
+    views["entries"][: len(blocks)] = blocks
+    views["counts"][:] = (len(rows.sequences), len(blocks), len(rows), 0)
+    return Packed(len(rows), len(blocks), 0, context)
+
+
+def _check(what: str, n: int, most: int) -> None:
+    if n > most:
+        raise ValueError(f"{n} {what}, the buffer holds {most}")
+
+
+def _pack_rows(
+    layout: BatchLayout,
+    views: Views,
+    rows: Rows,
+    addresses: SequenceOf[PageAddresses],
+    k_row_bytes: int,
+    v_row_bytes: int,
+) -> int:
+    """Tokens, positions, places and page tables. Returns the positions that the longest sequence reaches."""
+    n = len(rows)
+    _check("rows", n, layout.rows)
+    _check("sequences", len(rows.sequences), MOST_SEQUENCES)
+    positions, write_k, write_v = views["positions"], views["write_k"], views["write_v"]
+    views["tokens"][:n] = rows.tokens
+    views["tokens"][n:] = 0
+    views["sequence"][:n] = rows.owner
+    views["sequence"][n:] = 0
+    positions[n:] = -1
+    write_k[n:] = 0
+    write_v[n:] = 0
+    start = first_page = context = 0
+    for s, (sequence, count, (k, v)) in enumerate(
+        zip(rows.sequences, row_counts(rows), addresses, strict=True)
+    ):
+        stop, committed, n_pages = start + count, len(sequence), len(k)
+        _check("pages", first_page + n_pages, layout.pages)
+        if committed + count > n_pages * TILE:
+            raise ValueError(f"sequence {s}: {committed + count} tokens, {n_pages} pages")
+        views["first_row"][s], views["n_rows"][s] = start, count
+        views["first_page"][s], views["committed"][s] = first_page, committed
+        views["page_k"][first_page : first_page + n_pages] = k
+        views["page_v"][first_page : first_page + n_pages] = v
+        np.add(rows.depths[start:stop], committed, out=positions[start:stop], casting="unsafe")
+        context = max(context, int(positions[start:stop].max()) + 1)
+        places = np.arange(committed, committed + count)
+        pages, offsets = places // TILE, (places % TILE).astype(np.uint64)
+        write_k[start:stop] = k[pages] + offsets * np.uint64(k_row_bytes)
+        write_v[start:stop] = v[pages] + offsets * np.uint64(v_row_bytes)
+        start, first_page = stop, first_page + n_pages
+    _check("positions", context, layout.context)
+    return context
+
+
+def _pack_ancestors(
+    rows: Rows, start: int, count: int, ancestors: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.bool_]:
+    """Ancestor of each row at each depth, itself at its own; counted from the sequence's first row.
+
+    Returns bool [count]: whether a row's ancestors are 0, 1, .. depth.
+    """
+    straight = np.zeros(count, dtype=np.bool_)
+    depths = rows.depths[start : start + count].tolist()
+    for row, parent in enumerate(rows.parents[start : start + count].tolist()):
+        mine = ancestors[start + row]
+        depth = depths[row]
+        if parent == COMMITTED_END:
+            straight[row] = row == 0
+        else:
+            mine[:depth] = ancestors[parent, :depth]
+            straight[row] = straight[parent - start] and row == depth
+        mine[depth] = row
+    return straight
+
+
+def _pack_splits(
+    entries: npt.NDArray[np.int32], first_row: int, n_rows: int, first_page: int, tiles: int, committed: int
+) -> None:
+    """SHARED entries of tiles 0 .. tiles - 1, one for each split, for rows of one sequence."""
+    splits = np.arange(len(entries), dtype=np.int32)
+    entries[:] = (SHARED, first_row, n_rows, first_page, 0, SPLIT_TILES, committed, 0)
+    entries[:, 4] = splits * SPLIT_TILES
+    entries[:, 7] = splits
+    if tiles % SPLIT_TILES:
+        entries[-1, 5] = tiles % SPLIT_TILES

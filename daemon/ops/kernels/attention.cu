@@ -1,0 +1,554 @@
+// Attention of at most 64 step rows, on tensor cores.
+//
+// Every tile of 64 positions gives for a row and head (peak, weights l, sums o) on its own: peak = largest score,
+// p = 2^(score - peak) as halves, l = sum of p, o = p V, k ascending. Tiles are joined in ascending order inside a
+// split of eight, splits with the weights 2^(peak - largest peak) in ascending order. Who computes a tile (four
+// warps for 16 rows or four warps for 128, together with which rows, in which block) does not change a bit.
+//
+// A work item is an entry of the host's list and a kv head. Tiles wholly below the committed end are the same for
+// all rows of a sequence and come as SHARED entries, up to eight tiles of a split; the one or two tiles behind come
+// row by row as TAIL (or GATHERED when the row's ancestors are not simply the rows before it). Each entry leaves a
+// part for each of its rows; the block that leaves a row's last part joins them, or attention_combine does.
+#include "attention.cuh"
+
+constexpr int THREADS = 128;
+constexpr int N_WARPS = THREADS / WARP;
+constexpr int SPLIT_TILES = 8;
+constexpr int NARROW_ROWS = 16;  // rows of one mma
+constexpr int WIDE_ROWS = 128;   // two times 16 for each warp
+
+enum EntryKind { ENTRY_INERT, ENTRY_SHARED, ENTRY_TAIL, ENTRY_GATHERED };
+
+// As packed by ops/cuda_batch.py.
+struct alignas(16) Entry {
+    int kind;
+    int first_row;
+    int n_rows;
+    int first_page;  // page of the sequence's first tile
+    int first_tile;
+    int n_tiles;
+    int committed;
+    int part;  // which part of its rows
+};
+
+struct Step {
+    Heads heads;
+    const Entry* entries;
+    const int* n_entries;
+    const u8* ancestors;    // [rows][64]
+    const int* positions;   // [rows], -1: padding
+    const int* first_part;  // [rows + 1]
+    const int* shared_parts;  // [rows], splits that hold tiles below the committed end
+    const int* tail_tile;     // [rows], first tile behind those
+    float* part_sums;       // [parts][n_head][D]
+    float2* part_weights;   // [parts][n_head], (peak, l)
+    u32* arrived;           // [rows][n_head_kv], zero between launches
+    int join_inside;
+    int n_stages;
+};
+
+// Shared memory of a block; the host reserves bytes().
+template <int D>
+struct Layout {
+    u8 *queries, *weights, *stages, *unpacked;
+    float *factors, *peaks;
+    int raw_k, raw_v, stage;
+
+    DEVICE Layout(u8* base, int rows, const Step& step, int k_row_bytes, int v_row_bytes) {
+        queries = base;
+        weights = queries + rows * 2 * D;
+        stages = weights + NARROW_ROWS * TILE * 2;
+        raw_k = TILE * k_row_bytes;
+        raw_v = TILE * v_row_bytes;
+        stage = raw_k + raw_v;
+        unpacked = stages + step.n_stages * stage;
+        const int halves = TILE * 2 * D;
+        factors = reinterpret_cast<float*>(unpacked + (step.heads.k_type == KV_F16 ? 0 : halves) + (step.heads.v_type == KV_F16 ? 0 : halves));
+        peaks = factors + rows;
+    }
+};
+
+// ----- one tile for 16 rows: a warp has 16 positions of the scores, then a quarter of the dimensions
+
+template <int D>
+struct Narrow {
+    float o[D / 32][4];
+    float peak[2], l[2];
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[j][i] = 0.0f;
+        peak[0] = peak[1] = -INF;
+        l[0] = l[1] = 0.0f;
+    }
+
+    // limit: last position of the tile that the rows see.
+    DEVICE void fold(const Layout<D>& at, const u32 q[D / 16][4], const float factor[2], const u8* k, const u8* v, int limit) {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+        float s[2][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < D / 16; ++kk) {
+            u32 b[4];
+            fragment_b<D>(b, k, warp, kk);
+            mma_m16n8k16(s[0], q[kk], b);
+            mma_m16n8k16(s[1], q[kk], b + 2);
+        }
+        const int first = 16 * warp + 2 * t;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (first + 8 * j + (i & 1) > limit) s[j][i] = -INF;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = max_or_nan(max_or_nan(s[0][2 * h], s[0][2 * h + 1]), max_or_nan(s[1][2 * h], s[1][2 * h + 1]));
+            largest = row_max(largest);
+            if (t == 0) at.peaks[warp * NARROW_ROWS + g + 8 * h] = largest;
+        }
+        __syncthreads();
+        float tile_peak[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = at.peaks[g + 8 * h];
+#pragma unroll
+            for (int w = 1; w < N_WARPS; ++w) largest = max_or_nan(largest, at.peaks[w * NARROW_ROWS + g + 8 * h]);
+            tile_peak[h] = __fmul_rn(largest, factor[h]);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                half2 p = __floats2half2_rn(softmax_weight(s[j][2 * h], factor[h], tile_peak[h]), softmax_weight(s[j][2 * h + 1], factor[h], tile_peak[h]));
+                *reinterpret_cast<half2*>(at.weights + chunk_byte<TILE>(g + 8 * h, 2 * warp + j) + 4 * t) = p;
+            }
+        }
+        __syncthreads();
+        float x[D / 32][4] = {}, sum[4] = {};
+        const u32 ones[2] = {0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+        for (int kk = 0; kk < TILE / 16; ++kk) {
+            u32 p[4];
+            fragment_a<TILE>(p, at.weights, 0, kk);
+            mma_m16n8k16(sum, p, ones);
+#pragma unroll
+            for (int n = 0; n < D / 64; ++n) {
+                u32 b[4];
+                fragment_b_transposed<D>(b, v, warp * (D / 64) + n, kk);
+                mma_m16n8k16(x[2 * n], p, b);
+                mma_m16n8k16(x[2 * n + 1], p, b + 2);
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float next = max_or_nan(peak[h], tile_peak[h]);
+            float old_weight = exp2_shared(peak[h] - next), tile_weight = exp2_shared(tile_peak[h] - next);
+            peak[h] = next;
+            l[h] = joined(l[h], old_weight, sum[2 * h], tile_weight);
+#pragma unroll
+            for (int j = 0; j < D / 32; ++j) {
+                o[j][2 * h] = joined(o[j][2 * h], old_weight, x[j][2 * h], tile_weight);
+                o[j][2 * h + 1] = joined(o[j][2 * h + 1], old_weight, x[j][2 * h + 1], tile_weight);
+            }
+        }
+    }
+};
+
+// ----- one tile for 128 rows: a warp has all of it for two times 16 rows
+
+template <int D>
+struct Wide {
+    float o[2][D / 8][4];
+    float peak[2][2], l[2][2];
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[m][j][i] = 0.0f;
+            peak[m][0] = peak[m][1] = -INF;
+            l[m][0] = l[m][1] = 0.0f;
+        }
+    }
+
+    template <int M>
+    DEVICE void fold(const Layout<D>& at, const float factor[2][2], const u8* k, const u8* v) {
+        const int warp = threadIdx.x / WARP;
+        float s[M][TILE / 8][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < D / 16; ++kk) {
+            u32 q[M][4];
+#pragma unroll
+            for (int m = 0; m < M; ++m) fragment_a<D>(q[m], at.queries, warp + N_WARPS * m, kk);
+#pragma unroll
+            for (int n = 0; n < TILE / 16; ++n) {
+                u32 b[4];
+                fragment_b<D>(b, k, n, kk);
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    mma_m16n8k16(s[m][2 * n], q[m], b);
+                    mma_m16n8k16(s[m][2 * n + 1], q[m], b + 2);
+                }
+            }
+        }
+        u32 p[M][TILE / 16][4];
+        float old_weight[M][2], tile_weight[M][2];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            float sum[4] = {};
+            float tile_peak[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float largest = s[m][0][2 * h];
+#pragma unroll
+                for (int j = 0; j < TILE / 8; ++j) largest = max_or_nan(max_or_nan(largest, s[m][j][2 * h]), s[m][j][2 * h + 1]);
+                tile_peak[h] = __fmul_rn(row_max(largest), factor[m][h]);
+#pragma unroll
+                for (int j = 0; j < TILE / 8; ++j)
+                    p[m][j / 2][2 * (j & 1) + h] = as_u32(__floats2half2_rn(softmax_weight(s[m][j][2 * h], factor[m][h], tile_peak[h]), softmax_weight(s[m][j][2 * h + 1], factor[m][h], tile_peak[h])));
+            }
+            const u32 ones[2] = {0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+            for (int kk = 0; kk < TILE / 16; ++kk) mma_m16n8k16(sum, p[m][kk], ones);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float next = max_or_nan(peak[m][h], tile_peak[h]);
+                old_weight[m][h] = exp2_shared(peak[m][h] - next);
+                tile_weight[m][h] = exp2_shared(tile_peak[h] - next);
+                peak[m][h] = next;
+                l[m][h] = joined(l[m][h], old_weight[m][h], sum[2 * h], tile_weight[m][h]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            float x[M][2][4] = {};
+#pragma unroll
+            for (int kk = 0; kk < TILE / 16; ++kk) {
+                u32 b[4];
+                fragment_b_transposed<D>(b, v, n, kk);
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    mma_m16n8k16(x[m][0], p[m][kk], b);
+                    mma_m16n8k16(x[m][1], p[m][kk], b + 2);
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        o[m][2 * n + j][i] = joined(o[m][2 * n + j][i], old_weight[m][i / 2], x[m][j][i], tile_weight[m][i / 2]);
+        }
+    }
+};
+
+// ----- from parts to the result
+
+// A part's sums for two neighbouring dimensions.
+DEVICE void store_part(const Step& step, int D, int row, int head, int part, int d, float x, float y) {
+    u64 at = static_cast<u64>(step.first_part[row] + part) * step.heads.n_head + head;
+    __stcg(reinterpret_cast<float2*>(step.part_sums + at * D + d), make_float2(x, y));
+}
+
+DEVICE void store_weights(const Step& step, int row, int head, int part, float peak, float l) {
+    __stcg(step.part_weights + static_cast<u64>(step.first_part[row] + part) * step.heads.n_head + head, make_float2(peak, l));
+}
+
+// The last splits of a row: those that have tiles of their own for each row.
+struct Joint {
+    float sum, l;
+
+    // Adds parts first .. stop - 1; part i >= n_shared is tile tail_tile + i - n_shared. sums: of part 0 and this dimension.
+    DEVICE void add(const float* sums, const float2* weights, u64 sum_stride, int weight_stride, int first, int stop, int n_shared, int tail_tile, float largest) {
+        for (int i = first; i < stop;) {
+            float2 w = __ldcg(weights + static_cast<u64>(i) * weight_stride);
+            float peak = w.x, split_l = w.y, x = __ldcg(sums + i * sum_stride);
+            for (++i; i < stop && (tail_tile + i - n_shared) % SPLIT_TILES != 0; ++i) {
+                float2 tile = __ldcg(weights + static_cast<u64>(i) * weight_stride);
+                float next = max_or_nan(peak, tile.x);
+                float old_weight = exp2_shared(peak - next), tile_weight = exp2_shared(tile.x - next);
+                x = joined(x, old_weight, __ldcg(sums + i * sum_stride), tile_weight);
+                split_l = joined(split_l, old_weight, tile.y, tile_weight);
+                peak = next;
+            }
+            float weight = exp2_shared(peak - largest);
+            sum = __fmaf_rn(weight, x, sum);
+            l = __fmaf_rn(weight, split_l, l);
+        }
+    }
+};
+
+// Parts that are whole splits: all before the split that the first tail tile joins.
+DEVICE int whole_splits(int n_shared, int tail_tile) { return tail_tile % SPLIT_TILES == 0 ? n_shared : n_shared - 1; }
+
+// All heads of a group for one row, by the whole block; few parts.
+template <int D>
+DEVICE void join_parts(const Step& step, int row, int group) {
+    const Heads& heads = step.heads;
+    const int first = step.first_part[row], n_parts = step.first_part[row + 1] - first;
+    const int n_shared = step.shared_parts[row], tail_tile = step.tail_tile[row], whole = whole_splits(n_shared, tail_tile);
+    const int per_group = heads.per_group();
+    for (int unit = threadIdx.x; unit < per_group * D; unit += blockDim.x) {
+        const int head = group * per_group + unit / D, d = unit % D;
+        const u64 at = static_cast<u64>(first) * heads.n_head + head;
+        const float* sums = step.part_sums + at * D + d;
+        const float2* weights = step.part_weights + at;
+        const u64 stride = static_cast<u64>(heads.n_head) * D;
+        float largest = -INF;
+        for (int i = 0; i < n_parts; ++i) largest = max_or_nan(largest, __ldcg(weights + static_cast<u64>(i) * heads.n_head).x);
+        Joint joint = {0.0f, 0.0f};
+#pragma unroll 4
+        for (int i = 0; i < whole; ++i) {
+            float2 w = __ldcg(weights + static_cast<u64>(i) * heads.n_head);
+            float weight = exp2_shared(w.x - largest);
+            joint.sum = __fmaf_rn(weight, __ldcg(sums + i * stride), joint.sum);
+            joint.l = __fmaf_rn(weight, w.y, joint.l);
+        }
+        joint.add(sums, weights, stride, heads.n_head, whole, n_parts, n_shared, tail_tile, largest);
+        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d] = normalised(joint.sum, joint.l);
+    }
+}
+
+// Counts the parts of an entry; the block that brings a row's last one joins them.
+template <int D>
+DEVICE void arrive(const Step& step, const Entry& entry, int group, u32* last) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x < entry.n_rows) {
+        const int row = entry.first_row + threadIdx.x;
+        u32* counter = step.arrived + row * step.heads.n_head_kv + group;
+        const u32 n_parts = step.first_part[row + 1] - step.first_part[row];
+        bool complete = n_parts > 1 && atomicAdd(counter, 1) == n_parts - 1;  // a lone part is the result already
+        if (complete) *counter = 0;
+        last[threadIdx.x] = complete;
+    }
+    __syncthreads();
+    __threadfence();
+    for (int i = 0; i < entry.n_rows; ++i)
+        if (last[i]) join_parts<D>(step, entry.first_row + i, group);
+}
+
+// ----- work items
+
+// Asks for tile `tile` of an entry (counted from its first one).
+template <int D>
+DEVICE void request(const Step& step, const Layout<D>& at, const Entry& entry, int group, int tile, int k_row_bytes, int v_row_bytes) {
+    const Heads& heads = step.heads;
+    const int number = entry.first_tile + tile;
+    const u64 k_offset = heads.k_layer + static_cast<u64>(group) * TILE * k_row_bytes;
+    const u64 v_offset = heads.v_layer + static_cast<u64>(group) * TILE * v_row_bytes;
+    u8* stage = at.stages + tile % step.n_stages * at.stage;
+    const int n_rows = entry.kind == ENTRY_SHARED ? TILE : min(TILE, step.positions[entry.first_row] + 1 - number * TILE);
+    if (entry.kind == ENTRY_GATHERED) {
+        const u8* ancestors = step.ancestors + entry.first_row * 64;
+        gather_tile<D>(stage, Path{heads.page_k + entry.first_page, ancestors, entry.committed}, number, k_offset, heads.k_type, k_row_bytes, n_rows);
+        gather_tile<D>(stage + at.raw_k, Path{heads.page_v + entry.first_page, ancestors, entry.committed}, number, v_offset, heads.v_type, v_row_bytes, n_rows);
+        return;
+    }
+    load_tile<D>(stage, reinterpret_cast<const u8*>(heads.page_k[entry.first_page + number] + k_offset), heads.k_type, k_row_bytes, n_rows);
+    load_tile<D>(stage + at.raw_k, reinterpret_cast<const u8*>(heads.page_v[entry.first_page + number] + v_offset), heads.v_type, v_row_bytes, n_rows);
+}
+
+DEVICE void wait_for_stage(int n_stages) {
+    if (n_stages == 2) cp_async_wait<0>();
+    else if (n_stages == 3) cp_async_wait<1>();
+    else cp_async_wait<2>();
+}
+
+// Calls fold(k, v, limit) with the halves of each tile of an entry, ascending.
+template <int D, typename Fold>
+DEVICE void for_each_tile(const Step& step, const Layout<D>& at, const Entry& entry, int group, int k_row_bytes, int v_row_bytes, Fold fold) {
+    for (int tile = 0; tile < entry.n_tiles; ++tile) {
+        wait_for_stage(step.n_stages);
+        __syncthreads();
+        const int next = tile + step.n_stages - 1;
+        if (next < entry.n_tiles) request<D>(step, at, entry, group, next, k_row_bytes, v_row_bytes);
+        cp_async_commit();
+        const u8* stage = at.stages + tile % step.n_stages * at.stage;
+        const u8 *k = stage, *v = stage + at.raw_k;
+        u8* unpacked = at.unpacked;
+        if (step.heads.k_type != KV_F16) {
+            unpack_tile<D>(unpacked, k, step.heads.k_type, k_row_bytes);
+            k = unpacked;
+            unpacked += TILE * 2 * D;
+        }
+        if (step.heads.v_type != KV_F16) {
+            unpack_tile<D>(unpacked, v, step.heads.v_type, v_row_bytes);
+            v = unpacked;
+        }
+        if (k != stage || v != stage + at.raw_k) __syncthreads();
+        const int limit = entry.kind == ENTRY_SHARED ? TILE - 1 : step.positions[entry.first_row] - (entry.first_tile + tile) * TILE;
+        fold(k, v, limit);
+    }
+}
+
+// Row and head of row m of the packed queries.
+struct Packed {
+    int first_row, first_head, per_group, count;
+
+    DEVICE int row(int m) const { return first_row + m / per_group; }
+    DEVICE int head(int m) const { return first_head + m % per_group; }
+};
+
+template <int D>
+DEVICE void run_narrow(const Step& step, const Layout<D>& at, const Entry& entry, int group, const Packed& packed, int k_row_bytes, int v_row_bytes) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    u32 q[D / 16][4];
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk) fragment_a<D>(q[kk], at.queries, 0, kk);
+    const float factor[2] = {at.factors[g], at.factors[g + 8]};
+    Narrow<D> state;
+    state.clear();
+    for_each_tile<D>(step, at, entry, group, k_row_bytes, v_row_bytes, [&](const u8* k, const u8* v, int limit) { state.fold(at, q, factor, k, v, limit); });
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int m = g + 8 * h;
+        if (m >= packed.count) continue;
+        const int row = packed.row(m), head = packed.head(m);
+        const bool alone = step.first_part[row + 1] - step.first_part[row] == 1;
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j) {
+            const int d = warp * (D / 4) + 8 * j + 2 * t;
+            float x = state.o[j][2 * h], y = state.o[j][2 * h + 1];
+            if (alone) {
+                float2 result = make_float2(normalised(x, state.l[h]), normalised(y, state.l[h]));
+                *reinterpret_cast<float2*>(step.heads.out + (static_cast<u64>(row) * step.heads.n_head + head) * D + d) = result;
+            } else {
+                store_part(step, D, row, head, entry.part, d, x, y);
+            }
+        }
+        if (!alone && warp == 0 && t == 0) store_weights(step, row, head, entry.part, state.peak[h], state.l[h]);
+    }
+}
+
+template <int D>
+DEVICE void run_wide(const Step& step, const Layout<D>& at, const Entry& entry, int group, const Packed& packed, int k_row_bytes, int v_row_bytes) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int n_products = (packed.count + 15) / 16;
+    float factor[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) factor[m][h] = at.factors[16 * (warp + N_WARPS * m) + g + 8 * h];
+    Wide<D> state;
+    state.clear();
+    for_each_tile<D>(step, at, entry, group, k_row_bytes, v_row_bytes, [&](const u8* k, const u8* v, int) {
+        if (warp + N_WARPS < n_products) state.template fold<2>(at, factor, k, v);
+        else if (warp < n_products) state.template fold<1>(at, factor, k, v);
+    });
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int index = 16 * (warp + N_WARPS * m) + g + 8 * h;
+            if (index >= packed.count) continue;
+            const int row = packed.row(index), head = packed.head(index);
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j) store_part(step, D, row, head, entry.part, 8 * j + 2 * t, state.o[m][j][2 * h], state.o[m][j][2 * h + 1]);
+            if (t == 0) store_weights(step, row, head, entry.part, state.peak[m][h], state.l[m][h]);
+        }
+}
+
+template <int D, bool WIDE>
+DEVICE void attend(const Step& step) {
+    extern __shared__ uint4 memory[];
+    constexpr int MOST_ROWS = WIDE ? WIDE_ROWS : NARROW_ROWS;
+    __shared__ u32 last[64];
+    const Heads& heads = step.heads;
+    const int k_row_bytes = kv_row_bytes(heads.k_type, D), v_row_bytes = kv_row_bytes(heads.v_type, D);
+    const Layout<D> at(reinterpret_cast<u8*>(memory), MOST_ROWS, step, k_row_bytes, v_row_bytes);
+    const int n_items = *step.n_entries * heads.n_head_kv;
+    bool waited = false;
+    for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
+        const Entry entry = step.entries[item / heads.n_head_kv];
+        const int group = item % heads.n_head_kv;
+        // Tiles below the committed end are older than the kernel before this one.
+        const bool early = waited || entry.kind == ENTRY_SHARED;
+        for (int pass = 0; pass < 2; ++pass) {
+            if (pass == 1 && !waited) {
+                pdl_wait();
+                pdl_launch();
+                waited = true;
+            }
+            if (early == (pass == 0))
+                for (int tile = 0; tile < step.n_stages - 1; ++tile) {
+                    if (tile < entry.n_tiles) request<D>(step, at, entry, group, tile, k_row_bytes, v_row_bytes);
+                    cp_async_commit();
+                }
+        }
+        const int per_group = heads.per_group();
+        const Packed packed = {entry.first_row, group * per_group, per_group, entry.n_rows * per_group};
+        const int padded = (packed.count + 15) / 16 * 16;
+        load_queries<D>(at.queries, at.factors, heads, packed.first_row, packed.first_head, per_group, packed.count, padded);
+        __syncthreads();
+        if (!WIDE || packed.count <= NARROW_ROWS) run_narrow<D>(step, at, entry, group, packed, k_row_bytes, v_row_bytes);
+        else run_wide<D>(step, at, entry, group, packed, k_row_bytes, v_row_bytes);
+        if (step.join_inside) arrive<D>(step, entry, group, last);
+        __syncthreads();
+    }
+    if (!waited) {
+        pdl_wait();
+        pdl_launch();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_64(const Step step) { attend<64, false>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_128(const Step step) { attend<128, false>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_64(const Step step) { attend<64, true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_128(const Step step) { attend<128, true>(step); }
+
+// ----- joining many parts: a block has 32 dimensions of one row and head
+
+constexpr int JOINED_AT_ONCE = 64;
+
+template <int D>
+DEVICE void combine(const Step& step) {
+    __shared__ float sums[JOINED_AT_ONCE][WARP];
+    __shared__ float2 weights[JOINED_AT_ONCE];
+    __shared__ float peaks[N_WARPS];
+    const Heads& heads = step.heads;
+    const int row = blockIdx.z, head = blockIdx.y, d = blockIdx.x * WARP;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int first = step.first_part[row], n_parts = step.first_part[row + 1] - first;
+    const int n_shared = step.shared_parts[row], tail_tile = step.tail_tile[row], whole = whole_splits(n_shared, tail_tile);
+    pdl_wait();
+    pdl_launch();
+    if (n_parts < 2) return;  // padding, or written by the block that had its only part
+    const u64 at = static_cast<u64>(first) * heads.n_head + head, stride = static_cast<u64>(heads.n_head) * D;
+    const float* part_sums = step.part_sums + at * D + d;
+    const float2* part_weights = step.part_weights + at;
+    float largest = -INF;
+    for (int i = threadIdx.x; i < n_parts; i += THREADS) largest = max_or_nan(largest, __ldcg(part_weights + static_cast<u64>(i) * heads.n_head).x);
+    largest = warp_max(largest);
+    if (lane == 0) peaks[warp] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < N_WARPS; ++w) largest = max_or_nan(largest, peaks[w]);
+    Joint joint = {0.0f, 0.0f};
+    for (int start = 0; start < whole; start += JOINED_AT_ONCE) {
+        const int n = min(JOINED_AT_ONCE, whole - start);
+        __syncthreads();
+#pragma unroll 8
+        for (int i = warp; i < n; i += N_WARPS) sums[i][lane] = __ldcg(part_sums + (start + i) * stride + lane);
+        if (threadIdx.x < n) {
+            float2 w = __ldcg(part_weights + static_cast<u64>(start + threadIdx.x) * heads.n_head);
+            weights[threadIdx.x] = make_float2(exp2_shared(w.x - largest), w.y);
+        }
+        __syncthreads();
+        if (warp == 0) {
+#pragma unroll 8
+            for (int i = 0; i < n; ++i) {
+                joint.sum = __fmaf_rn(weights[i].x, sums[i][lane], joint.sum);
+                joint.l = __fmaf_rn(weights[i].x, weights[i].y, joint.l);
+            }
+        }
+    }
+    if (warp == 0) {
+        joint.add(part_sums + lane, part_weights, stride, heads.n_head, whole, n_parts, n_shared, tail_tile, largest);
+        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d + lane] = normalised(joint.sum, joint.l);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_combine_64(const Step step) { combine<64>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS) attention_combine_128(const Step step) { combine<128>(step); }

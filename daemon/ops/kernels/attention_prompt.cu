@@ -1,0 +1,185 @@
+// Attention of prompt rows, on tensor cores: 128 rows of a chain and one head in a block, two times 16 rows a warp.
+//
+// A row folds the tiles 0 .. position / 64 in ascending order in one run: peak, sums and l are rescaled at every
+// tile. A tile that a row does not see changes nothing (weight 1, p = 0), so a row's bits do not depend on which
+// rows are beside it. Places behind the last row of the block are read as zeros.
+#include "attention.cuh"
+
+constexpr int THREADS = 128;
+constexpr int BLOCK_ROWS = 128;
+
+// As packed by ops/cuda_batch.py: consecutive rows of a chain.
+struct alignas(16) Block {
+    int first_row;
+    int n_rows;
+    int first_page;  // page of the sequence's first tile
+    int position;    // of the first row
+};
+
+struct Prompt {
+    Heads heads;
+    const Block* blocks;
+};
+
+template <int D>
+DEVICE void request(const Heads& heads, const Block& block, int group, u8* stage, int tile, int k_row_bytes, int v_row_bytes) {
+    const int n_rows = min(TILE, block.position + block.n_rows - tile * TILE);
+    const u64 k = heads.page_k[block.first_page + tile] + heads.k_layer + static_cast<u64>(group) * TILE * k_row_bytes;
+    const u64 v = heads.page_v[block.first_page + tile] + heads.v_layer + static_cast<u64>(group) * TILE * v_row_bytes;
+    load_tile<D>(stage, reinterpret_cast<const u8*>(k), heads.k_type, k_row_bytes, n_rows);
+    load_tile<D>(stage + TILE * k_row_bytes, reinterpret_cast<const u8*>(v), heads.v_type, v_row_bytes, n_rows);
+}
+
+template <int D>
+struct State {
+    float o[2][D / 8][4];
+    float peak[2][2], l[2][2];  // peak of the products, not scaled; l: of this lane's columns
+
+    // limit: last column that the warp's row 0 sees; row r sees r more.
+    DEVICE void fold(const u8* queries, const float factor[2][2], const u8* k, const u8* v, int limit) {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+        float s[2][TILE / 8][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < D / 16; ++kk) {
+            u32 q[2][4];
+#pragma unroll
+            for (int m = 0; m < 2; ++m) fragment_a<D>(q[m], queries, 2 * warp + m, kk);
+#pragma unroll
+            for (int n = 0; n < TILE / 16; ++n) {
+                u32 b[4];
+                fragment_b<D>(b, k, n, kk);
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    mma_m16n8k16(s[m][2 * n], q[m], b);
+                    mma_m16n8k16(s[m][2 * n + 1], q[m], b + 2);
+                }
+            }
+        }
+        if (limit < TILE - 1) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int j = 0; j < TILE / 8; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (8 * j + 2 * t + (i & 1) > limit + 16 * m + g + 8 * (i / 2)) s[m][j][i] = -INF;
+        }
+        u32 p[2][TILE / 16][4];
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float largest = s[m][0][2 * h];
+#pragma unroll
+                for (int j = 0; j < TILE / 8; ++j) largest = max_or_nan(max_or_nan(largest, s[m][j][2 * h]), s[m][j][2 * h + 1]);
+                const float next = max_or_nan(peak[m][h], row_max(largest));
+                const float weight = exp2_shared(__fmul_rn(__fsub_rn(peak[m][h], next), factor[m][h]));
+                const float scaled = __fmul_rn(next, factor[m][h]);
+                peak[m][h] = next;
+                float sum = 0.0f;
+#pragma unroll
+                for (int j = 0; j < TILE / 8; ++j) {
+                    const float x = softmax_weight(s[m][j][2 * h], factor[m][h], scaled), y = softmax_weight(s[m][j][2 * h + 1], factor[m][h], scaled);
+                    sum = __fadd_rn(sum, __fadd_rn(x, y));
+                    p[m][j / 2][2 * (j & 1) + h] = as_u32(__floats2half2_rn(x, y));
+                }
+                l[m][h] = __fmaf_rn(l[m][h], weight, sum);
+#pragma unroll
+                for (int j = 0; j < D / 8; ++j) {
+                    o[m][j][2 * h] = __fmul_rn(o[m][j][2 * h], weight);
+                    o[m][j][2 * h + 1] = __fmul_rn(o[m][j][2 * h + 1], weight);
+                }
+            }
+#pragma unroll
+        for (int kk = 0; kk < TILE / 16; ++kk)
+#pragma unroll
+            for (int n = 0; n < D / 16; ++n) {
+                u32 b[4];
+                fragment_b_transposed<D>(b, v, n, kk);
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    mma_m16n8k16(o[m][2 * n], p[m][kk], b);
+                    mma_m16n8k16(o[m][2 * n + 1], p[m][kk], b + 2);
+                }
+            }
+    }
+};
+
+template <int D>
+DEVICE void attend(const Prompt& prompt) {
+    extern __shared__ uint4 memory[];
+    __shared__ float factors[BLOCK_ROWS];
+    const Heads& heads = prompt.heads;
+    const int head = blockIdx.x, group = head / heads.per_group();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const Block block = prompt.blocks[gridDim.y - 1 - blockIdx.y];  // the longest first
+    const int k_row_bytes = kv_row_bytes(heads.k_type, D), v_row_bytes = kv_row_bytes(heads.v_type, D);
+    const int raw_k = TILE * k_row_bytes, stage_bytes = raw_k + TILE * v_row_bytes;
+    u8* queries = reinterpret_cast<u8*>(memory);
+    u8* stages = queries + BLOCK_ROWS * 2 * D;
+    u8* unpacked = stages + 2 * stage_bytes;
+    const bool unpack_k = heads.k_type != KV_F16, unpack_v = heads.v_type != KV_F16;
+    u8* unpacked_v = unpacked + (unpack_k ? TILE * 2 * D : 0);
+    const int n_tiles = (block.position + block.n_rows - 1) / TILE + 1;
+
+    pdl_wait();
+    pdl_launch();
+    request<D>(heads, block, group, stages, 0, k_row_bytes, v_row_bytes);
+    cp_async_commit();
+    load_queries<D>(queries, factors, heads, block.first_row, head, 1, block.n_rows, BLOCK_ROWS);
+    __syncthreads();
+
+    State<D> state;
+    float factor[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            factor[m][h] = factors[32 * warp + 16 * m + g + 8 * h];
+            state.peak[m][h] = -INF;
+            state.l[m][h] = 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state.o[m][j][i] = 0.0f;
+    }
+    for (int tile = 0; tile < n_tiles; ++tile) {
+        cp_async_wait<0>();
+        __syncthreads();
+        const u8* stage = stages + (tile & 1) * stage_bytes;
+        if (tile + 1 < n_tiles) {
+            request<D>(heads, block, group, stages + (~tile & 1) * stage_bytes, tile + 1, k_row_bytes, v_row_bytes);
+            cp_async_commit();
+        }
+        const u8 *k = stage, *v = stage + raw_k;
+        if (unpack_k) {
+            unpack_tile<D>(unpacked, k, heads.k_type, k_row_bytes);
+            k = unpacked;
+        }
+        if (unpack_v) {
+            unpack_tile<D>(unpacked_v, v, heads.v_type, v_row_bytes);
+            v = unpacked_v;
+        }
+        if (unpack_k || unpack_v) __syncthreads();
+        const int limit = block.position + 32 * warp - tile * TILE;
+        if (limit > -WARP && 32 * warp < block.n_rows) state.fold(queries, factor, k, v, limit);
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float l = state.l[m][h];
+            l = __fadd_rn(l, __shfl_xor_sync(ALL_LANES, l, 1));
+            l = __fadd_rn(l, __shfl_xor_sync(ALL_LANES, l, 2));
+            const int index = 32 * warp + 16 * m + g + 8 * h;
+            if (index >= block.n_rows) continue;
+            float* out = heads.out + (static_cast<u64>(block.first_row + index) * heads.n_head + head) * D + 2 * t;
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j)
+                *reinterpret_cast<float2*>(out + 8 * j) = make_float2(normalised(state.o[m][j][2 * h], l), normalised(state.o[m][j][2 * h + 1], l));
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_64(const Prompt prompt) { attend<64>(prompt); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_128(const Prompt prompt) { attend<128>(prompt); }

@@ -1,0 +1,167 @@
+// Rotates the queries and keys of rows, and stores keys and values in their K/V type: a warp for each head.
+//
+// Lane i of the warp has numbers i, i + 32, ... of the head, so a block of 32 is one number of every lane. Bytes are
+// those of the ggml reference quantiser; no product and sum is fused.
+#include "kv_tiles.cuh"
+
+constexpr int THREADS = 128;
+constexpr int N_WARPS = THREADS / WARP;
+constexpr int MOST_BLOCKS = 8;  // heads of at most 256 numbers
+
+enum Pairs { PAIRS_INTERLEAVED, PAIRS_HALF };
+
+struct RopeStore {
+    float* qkv;  // row r at qkv + r stride: query heads, key heads [D], value heads [E]
+    const int* positions;  // -1: padding
+    const u64* write_k;    // address of the row's place in layer 0, head 0; 0: nothing is stored
+    const u64* write_v;
+    const float2* angles;  // (cos, sin) [positions][dims / 2]
+    const float* q_norm;   // [D] weights of an RMS norm over each query head, or null
+    const float* k_norm;
+    u64 k_layer;
+    u64 v_layer;
+    int stride;
+    int n_head;
+    int n_head_kv;
+    int head_dim;
+    int value_dim;
+    int dims;  // of a head that turn
+    int pairs;
+    int k_type;
+    int v_type;
+    float eps;
+};
+
+DEVICE void store_half(u8* at, float x) { *reinterpret_cast<half*>(at) = __float2half_rn(x); }
+
+// To the nearest, ties to even; a NaN stays one.
+DEVICE u16 bf16_bits(float x) {
+    u32 bits = __float_as_uint(x);
+    if (x != x) bits = (bits & 0xffff0000u) | 0x400000u;
+    return (bits + (bits >> 16 & 1) + 0x7fffu) >> 16;
+}
+
+DEVICE float inverse(float d) { return d != 0.0f ? __fdiv_rn(1.0f, d) : 0.0f; }
+
+DEVICE float round_half_away(float x) {
+    float whole = truncf(x), rest = __fsub_rn(x, whole);
+    return __fadd_rn(whole, truncf(__fadd_rn(rest, rest)));
+}
+
+DEVICE float warp_least(float v) { return -warp_max(-v); }
+
+// Whole numbers of 4 or 5 bits: q of lane i and of lane i + 16 share byte i, fifth bits are a word of their own.
+DEVICE void store_nibbles(u8* at, float shifted, int most) {
+    const int lane = threadIdx.x % WARP;
+    const u32 q = static_cast<u32>(static_cast<int>(fminf(shifted, static_cast<float>(most))));
+    if (most > 15) {
+        u32 fifth = __ballot_sync(ALL_LANES, q >> 4 & 1);
+        if (lane < 2) reinterpret_cast<u16*>(at)[lane] = fifth >> 16 * lane;
+        at += 4;
+    }
+    const u32 high = __shfl_down_sync(ALL_LANES, q, 16);
+    if (lane < 16) at[lane] = (q & 15) | (high & 15) << 4;
+}
+
+// 32 numbers, one a lane, as item `block` of a row.
+DEVICE void store_block(u8* row, int block, float x, int type) {
+    const int lane = threadIdx.x % WARP;
+    u8* at = row + block * kv_item_bytes(type) * (type <= KV_BF16 ? WARP : 1);
+    switch (type) {
+        case KV_F32: reinterpret_cast<float*>(at)[lane] = x; return;
+        case KV_F16: store_half(at + 2 * lane, x); return;
+        case KV_BF16: reinterpret_cast<u16*>(at)[lane] = bf16_bits(x); return;
+        case KV_Q8_0: {
+            const float d = __fdiv_rn(warp_max(fabsf(x)), 127.0f);
+            if (lane == 0) store_half(at, d);
+            at[2 + lane] = static_cast<u8>(static_cast<int>(round_half_away(__fmul_rn(x, inverse(d)))));
+            return;
+        }
+        case KV_Q4_1:
+        case KV_Q5_1: {
+            const int most = type == KV_Q4_1 ? 15 : 31;
+            const float m = warp_least(x), d = __fdiv_rn(__fsub_rn(warp_max(x), m), static_cast<float>(most));
+            if (lane == 0) {
+                store_half(at, d);
+                store_half(at + 2, m);
+            }
+            store_nibbles(at + 4, __fadd_rn(__fmul_rn(__fsub_rn(x, m), inverse(d)), 0.5f), most);
+            return;
+        }
+        default: {
+            const int low = type == KV_Q4_0 ? -8 : -16;
+            // The first number of largest magnitude becomes `low` exactly.
+            const u32 largest = __ballot_sync(ALL_LANES, fabsf(x) == warp_max(fabsf(x)));
+            const float peak = __shfl_sync(ALL_LANES, x, largest ? __ffs(largest) - 1 : 0);
+            const float d = __fdiv_rn(peak, static_cast<float>(low));
+            if (lane == 0) store_half(at, d);
+            store_nibbles(at + 2, __fadd_rn(__fmul_rn(x, inverse(d)), 0.5f - low), -2 * low - 1);
+            return;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore a) {
+    __shared__ float heads[N_WARPS][WARP * MOST_BLOCKS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.y;
+    const int head = blockIdx.x * N_WARPS + warp;
+    const int position = a.positions[row];
+    const bool here = position >= 0 && head < a.n_head + 2 * a.n_head_kv;
+    pdl_wait();
+    pdl_launch();
+    if (!here) return;
+
+    const bool is_q = head < a.n_head, is_v = head >= a.n_head + a.n_head_kv;
+    const int group = is_q ? 0 : head - a.n_head - (is_v ? a.n_head_kv : 0);
+    const int dim = is_v ? a.value_dim : a.head_dim, n_blocks = dim / WARP;
+    float* source = a.qkv + static_cast<u64>(row) * a.stride +
+                    (is_v ? (a.n_head + a.n_head_kv) * a.head_dim + group * a.value_dim : head * a.head_dim);
+    float x[MOST_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < MOST_BLOCKS; ++b)
+        if (b < n_blocks) x[b] = source[b * WARP + lane];
+
+    const float* norm = is_q ? a.q_norm : a.k_norm;
+    if (!is_v && norm) {
+        float square = 0.0f;
+#pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; ++b)
+            if (b < n_blocks) square = __fmaf_rn(x[b], x[b], square);
+        const float scale = __fsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(square), static_cast<float>(dim)), a.eps));
+#pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; ++b)
+            if (b < n_blocks) x[b] = __fmul_rn(__fdiv_rn(x[b], scale), norm[b * WARP + lane]);
+    }
+    if (!is_v) {
+        float* mine = heads[warp];
+#pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; ++b)
+            if (b < n_blocks) mine[b * WARP + lane] = x[b];
+        __syncwarp();
+        const float2* angles = a.angles + static_cast<u64>(position) * (a.dims / 2);
+#pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; ++b) {
+            const int i = b * WARP + lane;
+            if (b >= n_blocks || i >= a.dims) continue;
+            const bool second = a.pairs == PAIRS_INTERLEAVED ? i & 1 : i >= a.dims / 2;
+            const int pair = a.pairs == PAIRS_INTERLEAVED ? i / 2 : i % (a.dims / 2);
+            const int other = a.pairs == PAIRS_INTERLEAVED ? i ^ 1 : second ? i - a.dims / 2 : i + a.dims / 2;
+            const float2 angle = angles[pair];
+            const float turned = __fmul_rn(mine[other], angle.y), kept = __fmul_rn(x[b], angle.x);
+            x[b] = second ? __fadd_rn(kept, turned) : __fsub_rn(kept, turned);
+        }
+    }
+    if (is_q) {
+#pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; ++b)
+            if (b < n_blocks) source[b * WARP + lane] = x[b];
+        return;
+    }
+    const u64 place = is_v ? a.write_v[row] : a.write_k[row];
+    if (place == 0) return;
+    const int type = is_v ? a.v_type : a.k_type;
+    u8* target = reinterpret_cast<u8*>(place + (is_v ? a.v_layer : a.k_layer)) + static_cast<u64>(group) * TILE * kv_row_bytes(type, dim);
+#pragma unroll
+    for (int b = 0; b < MOST_BLOCKS; ++b)
+        if (b < n_blocks) store_block(target, b, x[b], type);
+}
