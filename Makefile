@@ -21,6 +21,13 @@ PY := $(VENV)/bin/python
 
 TYPED := daemon client protocol
 
+# Architectures that `make kernels` compiles for.
+ARCHS = sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
+
+# What the targets for a GPU import. Where it is all there, nothing is installed: a machine with a GPU may have
+# its packages from elsewhere and reach no package index.
+GPU_IMPORTS := cupy, gguf, hypothesis, numpy, pytest, pytest_timeout
+
 # $(call install,STAMP,WHAT): pip install WHAT unless STAMP says that it was done. A stamp lives in the
 # environment that it describes and holds the path of the checkout installed there, so a fresh environment,
 # another checkout or a changed setup.cfg each lead to a new install.
@@ -31,19 +38,30 @@ define install
   "$(PY)" -m pip install --quiet --editable '$(2)' >&2 && echo "$(CURDIR)" > "$(VENV)/$(1)"; fi
 endef
 
-.PHONY: help run test lint ruff mypy test-gpu bench build clean install install-test links python cuda-backend
+# $(call on_gpu,ARGUMENTS): Python with the packages above and this checkout as slotd, installed or not.
+define on_gpu
+@python="$(PY)"; [ -x "$$python" ] || python="$(PYTHON)"; \
+export PYTHONPATH="$(CURDIR)/.typing$${PYTHONPATH:+:$$PYTHONPATH}"; \
+"$$python" -c 'import $(GPU_IMPORTS)' 2>/dev/null || { $(MAKE) install-test && python="$(PY)"; } && \
+"$$python" -c 'import cupy; print("GPU of compute capability", cupy.cuda.Device().compute_capability)' && \
+"$$python" $(1)
+endef
+
+.PHONY: help run test lint ruff mypy test-gpu kernels bench bench-gpu build clean install install-test links python
 
 help:
 	@echo 'make run       chat with the default model; without a terminal: answer one question'
 	@echo 'make test      ruff, mypy and pytest (the default model is fetched once, a download of 93 MB)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make test-gpu  the tests that need a CUDA device'
+	@echo 'make kernels   compile the CUDA kernels for all architectures (no GPU needed)'
 	@echo 'make bench     measure rates and overheads, as text'
+	@echo 'make bench-gpu the table of GPU figures, as text and JSON (model files of 14 GB are made once)'
 	@echo 'make build     a wheel in dist/'
 	@echo 'make clean     remove build products and caches (an environment in .venv stays)'
 	@echo
 	@echo 'PYTHON=...     the interpreter (>= 3.11) when no virtual environment is active'
-	@echo 'MODEL=FILE     another GGUF for run and bench'
+	@echo 'MODEL=FILE     another GGUF for run, bench and bench-gpu'
 
 # Leaving the chat with Ctrl-C (exit code 130) is no failure of the target.
 run: install
@@ -65,17 +83,18 @@ ruff: install-test
 mypy: install-test links
 	"$(PY)" -m mypy $(TYPED:%=-p slotd.%)
 
-test-gpu: cuda-backend install-test
-	"$(PY)" -m pytest -m gpu tests/gpu
+test-gpu: links
+	$(call on_gpu,-m pytest -m gpu tests/gpu)
 
-cuda-backend:
-	@test -f daemon/ops/cuda_ops.py || { \
-	  echo 'test-gpu: this version of slotd has no CUDA backend (daemon/ops/cuda_ops.py is not there):' \
-	       'nothing to test on a GPU, so nothing passed' >&2; exit 1; }
+kernels: install-test
+	"$(PY)" -m slotd.daemon.ops.kernels --arch $(ARCHS)
 
 bench: install-test
 	"$(VENV)/bin/slotd" bench $(if $(MODEL),-m "$(MODEL)")
 	"$(PY)" -m tests.bench
+
+bench-gpu: links
+	$(call on_gpu,-m tests.bench.gpu $(if $(MODEL),-m "$(MODEL)"))
 
 # setuptools ships what it finds in build/lib, deleted modules included: start from nothing.
 build: install

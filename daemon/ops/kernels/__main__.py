@@ -26,7 +26,7 @@ def main() -> int:
         parser.error(str(error))
     try:
         compiled = build_all(chosen.arch, chosen.cache, report=chosen.verbose)
-    except (KernelCompileError, FileNotFoundError) as error:
+    except KernelCompileError as error:
         print(error, file=sys.stderr)
         return 1
     for one in compiled:

@@ -76,15 +76,16 @@ def build_all(
     """Every .cu file for each architecture, on all cores (NVRTC lets go of the GIL and runs in parallel).
 
     Raises:
-        KernelCompileError: the first complaint in the order of files and architectures.
+        KernelCompileError: the complaints about all files that do not compile; the others are kept.
     """
     jobs = [(path, arch) for path in kernel_files(sources) for arch in archs]
+    compiler_version()  # its absence is one complaint, not one for each file
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         started = [pool.submit(build, path, arch, folder, report) for path, arch in jobs]
-        try:
-            return [future.result() for future in started]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    complaints = [str(future.exception()) for future in started if future.exception()]
+    if complaints:
+        raise KernelCompileError("\n\n".join(complaints))
+    return [future.result() for future in started]
 
 
 @cache

@@ -28,7 +28,9 @@ def kernel(name: str) -> Kernel:
     """
     import cupy
 
-    device = int(cupy.cuda.runtime.getDevice())
+    device = cupy.cuda.runtime.getDevice()
+    if found := _kernels.get((device, name)):
+        return found
     with _lock:
         found = _kernels.get((device, name))
         if found is None:

@@ -125,6 +125,18 @@ def test_a_complaint_names_file_line_and_target(sources: Path, tmp_path: Path) -
         build_all(["sm_80"], tmp_path / "cache", sources)
 
 
+def test_every_bad_file_is_named_and_the_good_ones_are_kept(
+    sources: Path, tmp_path: Path, compiles: list[str]
+) -> None:
+    (sources / "first.cu").write_text("first nonsense\n")
+    (sources / "second.cu").write_text('#include "nowhere.cuh"\n')
+    with pytest.raises(KernelCompileError, match=r"(?s)first\.cu for sm_80.*second\.cu: #include .nowhere"):
+        build_all(["sm_80"], tmp_path / "cache", sources)
+    compiles.clear()
+    compile_cubin(sources / "probe.cu", "sm_80", tmp_path / "cache")
+    assert compiles == []
+
+
 def test_a_missing_header_is_named(sources: Path) -> None:
     (sources / "shift.cuh").unlink()
     with pytest.raises(FileNotFoundError, match=r'probe\.cu: #include "shift\.cuh"'):

@@ -1,0 +1,175 @@
+"""The figures of the GPU backend, in one command: ``make bench-gpu``, or ``python -m tests.bench.gpu``.
+
+    python -m tests.bench.gpu --model 23b --part rates prefill decode --file figures.jsonl
+
+Prints a JSON line for each figure as it comes (and appends it to --file), and a table at the end. Models are
+random ones of the named shape, written once into --folder; -m measures a file instead, under the name of the
+model whose shape it has. Without a GPU it measures the NumPy backend; the model tiny is made for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from slotd.daemon.config import Config
+from slotd.daemon.engine import Engine
+from slotd.daemon.serve import build_engine
+from slotd.daemon.weights.reader import open_model
+from tests.bench.device_rates import Rates, measure
+from tests.bench.engine_timing import STEPS, WARM, Model, Timing
+from tests.bench.figures import Figures
+from tests.bench.synthetic_gguf import PRESETS, write_synthetic
+from tests.fakes.daemon_process import DaemonProcess
+
+PARTS = ("rates", "prefill", "decode", "rows", "snapshot", "cold")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sizes that a model is measured at."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    rows: tuple[int, ...]
+    snapshot: int
+
+
+PLANS = {
+    "135m": Plan((512, 4096), (0, 4096), (1, 2, 4, 8, 16, 23, 32, 64), 4096),
+    "1b": Plan((512, 4096), (0, 4096), (1, 16, 23), 4096),
+    "23b": Plan((512, 2048, 8192, 32768), (0, 8192, 32768), (1, 2, 4, 8, 16, 23, 32, 64), 4096),
+    "tiny": Plan((64, 256), (0, 64), (1, 16, 23), 128),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", choices=PLANS, default=["135m", "23b"])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("-m", dest="path", type=Path, help="a GGUF file in place of the first model's")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "slotd-bench-models")
+    parser.add_argument(
+        "--set", nargs="+", type=setting, default=[], metavar="NAME=VALUE",
+        help="settings of the daemon, named as in its Config: k_type=q8_0 chunk=512",
+    )  # fmt: skip
+    parser.add_argument("--file", type=Path, help="append the JSON lines here")
+    chosen = parser.parse_args()
+    figures = Figures(sys.stdout, chosen.file)
+    rates: Rates | None = None
+    try:
+        for number, name in enumerate(chosen.model):
+            path = chosen.path if chosen.path and number == 0 else model_file(chosen.folder, name, figures)
+            if set(chosen.part) - {"cold", "rates"} or rates is None:
+                config = replace(Config(model=path, chunk=2048, host_cache=4 << 30), **dict(chosen.set))
+                rates = measure_model(name, config, chosen.part, rates, figures)
+            if "cold" in chosen.part and name != "23b":
+                cold_starts(name, path, figures)
+    finally:
+        print("\n" + figures.table())
+    return 0
+
+
+def model_file(folder: Path, name: str, figures: Figures) -> Path:
+    """The random model of that shape, written when it is not there."""
+    path = folder / f"{name}-0.gguf"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        unfinished = path.with_suffix(".new")
+        write_synthetic(unfinished, PRESETS[name])
+        os.replace(unfinished, path)
+        figures.add("write_file", name, s=time.perf_counter() - began, bytes=path.stat().st_size)
+    return path
+
+
+def setting(text: str) -> tuple[str, int | str]:
+    """NAME=VALUE as a field of Config."""
+    name, equals, value = text.partition("=")
+    if not equals or name not in Config.__dataclass_fields__:
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=VALUE, NAME a field of the daemon's Config")
+    return name, int(value) if value.isdecimal() else value
+
+
+def measure_model(
+    name: str, config: Config, parts: Collection[str], rates: Rates | None, figures: Figures
+) -> Rates:
+    """Load the model, measure the parts that need an engine, and the rates when nobody has yet."""
+    plan = PLANS[name]
+    largest = max(*plan.prefill, *plan.decode, plan.snapshot) + STEPS + WARM + 64
+    began = time.perf_counter()
+    engine = build_engine(replace(config, max_ctx=largest))
+    try:
+        figures.add("load", name, s=time.perf_counter() - began, backend=dict(engine.backend.report()))
+        if rates is None:
+            rates = measure(engine.backend.name)
+            figures.add("rates", **asdict(rates))
+        timing = Timing(engine, describe(name, config.model, config.chunk), rates, figures)
+        if "prefill" in parts:
+            for n in plan.prefill:
+                timing.prefill(n)
+        if "decode" in parts:
+            for depth in plan.decode:
+                timing.decode(depth)
+        if "rows" in parts:
+            for n in plan.rows:
+                timing.rows(n)
+        if "snapshot" in parts:
+            timing.snapshots(plan.snapshot)
+        timing.close()
+        figures.add("memory", name, **memory(engine))
+        engine.trim()
+    finally:
+        engine.park()
+    return rates
+
+
+def describe(name: str, path: Path, chunk: int) -> Model:
+    """What a step reads and multiplies. An embedding that is not the output matrix too is not read."""
+    with open_model(path) as file:
+        tensors = file.header.tensors
+        tied = "output.weight" not in tensors
+        matrices = [tensor for tensor, info in tensors.items() if len(info.shape) > 1]
+        inside = [tensor for tensor in matrices if tensor.startswith("blk.")]
+        read = [tensor for tensor in tensors if tied or tensor != "token_embd.weight"]
+        return Model(
+            name=name,
+            read_bytes=sum(file.n_bytes(tensor) for tensor in read),
+            multiplied=sum(tensors[tensor].n_elements for tensor in inside),
+            chunk=chunk,
+        )
+
+
+def memory(engine: Engine) -> dict[str, int]:
+    """Bytes of device memory: in use by weights and K/V, kept by the pool, free."""
+    report = engine.memory_report()
+    live = report["live"]
+    return {
+        "weights": live.get("weights", 0),
+        "kv": live.get("kv", 0),
+        "cached": report["cached"],
+        "free": report["free"],
+    }
+
+
+def cold_starts(name: str, path: Path, figures: Figures, repeats: int = 3) -> None:
+    """Seconds from the start of a daemon's process until it is ready; the first start is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        with DaemonProcess(path):
+            times.append(time.perf_counter() - began)
+    figures.add("cold_start", name, s=statistics.median(times[1:]), first_s=times[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
