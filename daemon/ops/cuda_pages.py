@@ -96,13 +96,13 @@ class CudaPages:
 
     def copy(self, sources: Addresses, targets: Addresses, n: int) -> None:
         """The first n places of pages to other pages."""
-        self.pages_copy(sources, targets, self._layout.in_segment, self._layout.in_segment, n)
+        self.pages(sources, targets, self._layout.in_segment, self._layout.in_segment, n)
 
     def move(self, sources: Addresses, targets: Addresses) -> None:
         """The bytes of tokens to other places; all are read before one is written."""
         self.pages_move(sources, targets)
 
-    def pages_copy(
+    def pages(
         self, sources: Addresses, targets: Addresses, from_: Strides, to: Strides, n: int, stream: Any = None
     ) -> None:
         """n rows of each head and layer, from and to pages or images, each one once. Enqueued."""
@@ -177,12 +177,12 @@ class CudaPages:
     def _gather(self, sources: Addresses, n: int) -> None:
         layout = self._layout
         images = self._images(sources.shape[1], n)
-        self.pages_copy(sources, images, layout.in_segment, layout.in_image(n), n, self._stream)
+        self.pages(sources, images, layout.in_segment, layout.in_image(n), n, self._stream)
 
     def _scatter(self, targets: Addresses, n: int) -> None:
         layout = self._layout
         images = self._images(targets.shape[1], n)
-        self.pages_copy(images, targets, layout.in_image(n), layout.in_segment, n, self._stream)
+        self.pages(images, targets, layout.in_image(n), layout.in_segment, n, self._stream)
 
     def _images(self, count: int, n: int) -> Addresses:
         """Images of n places one behind the other in the device's block."""
