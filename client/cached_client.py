@@ -136,7 +136,7 @@ class SlotCache:
             logger.info("the daemon names no slots, model identity or K/V types: nothing is cached")
             return None
         salt = "" if self._cache_dir is None else _salt(text)
-        window, max_ctx = _number(hello, "window"), _number(hello, "max_ctx")
+        window, max_ctx = _number(kv, "window"), _number(hello, "max_ctx")
         return Identity(named, str(kv.get("k", "")), str(kv.get("v", "")), window, max_ctx, salt)
 
     def _sync(self, session: Session) -> None:
@@ -250,9 +250,9 @@ class SlotCache:
         with self._lock:
             for slot in kept:
                 held = slots.get(str(slot)) if isinstance(slots, Mapping) else None
-                if isinstance(held, Mapping):
-                    content, epoch = str(held.get("hash", "")), _number(status, "epoch")
-                    self._caches.rebind(slot, content, _number(held, "tokens"), epoch)
+                held = held if isinstance(held, Mapping) else {}  # no evidence: given up, not asked again
+                content, epoch = str(held.get("hash", "")), _number(status, "epoch")
+                self._caches.rebind(slot, content, _number(held, "tokens"), epoch)
 
     # ----- slots that somebody else uses
 
