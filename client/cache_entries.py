@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from slotd.protocol.slot_identity import id_bytes, slot_hash
 
@@ -84,6 +84,7 @@ class PrefixEntry:
     used: int = 0
     hits: int = 0
     content: str = ""
+    kind: ClassVar[Kind] = "prefix"
 
     @property
     def length(self) -> int:
@@ -111,6 +112,7 @@ class FullEntry:
     hits: int = 0
     artifact_bytes: int = 0
     content: str = ""
+    kind: ClassVar[Kind] = "full"
 
     @property
     def length(self) -> int:

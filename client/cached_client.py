@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotd.client import commands
 from slotd.client.boundaries import Cuts, Markers, detect_markers, find_cuts
+from slotd.client.cache_bindings import Entry
 from slotd.client.cache_costs import Costs, Recent
 from slotd.client.cache_disk import CacheDisk
 from slotd.client.cache_entries import Identity, array_of, as_bytes
@@ -272,7 +273,16 @@ class SlotCache:
             costs = {"prefill_tok_s": self._costs.prefill, "restore_s": self._costs.restore,
                      "load_s_per_token": self._disk.seconds_per_token}  # fmt: skip
             active = self._session is not None
-            return {"active": active, **self._caches.stats(), "stale_restores": self._stale, "costs": costs}
+            return {"active": active, **self._caches.stats(), "stale_restores": self._stale, "costs": costs,
+                    "entries": self._entries()}  # fmt: skip
+
+    def _entries(self) -> dict[int, dict[str, Any]]:
+        entries: list[Entry] = [*self._caches.prefix_entries(), *self._caches.full_entries()]
+        return {
+            entry.slot: {"kind": entry.kind, "tokens": entry.length, "hits": entry.hits}
+            for entry in entries
+            if entry.slot is not None
+        }
 
     # ----- what the daemon says; in the reader thread
 

@@ -16,7 +16,7 @@ import click
 from slotd.client.failure import EXIT_FAILED, exit_code, explain
 from slotd.client.flags import MODEL_FLAGS, SAMPLING_FLAGS, EngineArgs, Flag, engine_args, sampling_params
 from slotd.client.params import DEFAULTS, PREFIX_SLOTS
-from slotd.protocol.errors import SlotdError
+from slotd.protocol.errors import ConfigError, SlotdError
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
 if TYPE_CHECKING:
@@ -297,6 +297,45 @@ def fetch() -> None:
     from slotd.client.fetch import fetch_default_model
 
     click.echo(fetch_default_model(lambda line: click.echo(line, err=True)))
+
+
+@slotd.command(cls=Command)
+@click.argument("pid", type=click.IntRange(1), required=False)
+@click.option("--file", "file", metavar="FILE", help="The state file of the daemon, instead of its PID.")
+@click.option(
+    "--state-dir",
+    metavar="DIR",
+    help="Where daemons publish. Default: SLOTD_STATE_DIR, else slotd's in the user's runtime folder.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=0.5,
+    show_default=True,
+    metavar="S",
+    help="Seconds between two looks.",
+)
+@click.option("--once", is_flag=True, help="Print what is there now, as text, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each daemon, and end.")
+@verbose_option
+def top(
+    pid: int | None, file: str | None, state_dir: str | None, interval: float, once: bool, as_json: bool
+) -> int:  # fmt: skip
+    """Watch a running daemon: memory, slots, requests, rates.
+
+    Every daemon publishes its state in a file of its own; this reads it and disturbs nobody. Without PID the
+    daemon that was started last is shown. Ctrl-C leaves.
+    """
+    from pathlib import Path
+
+    from slotd.client import top as module
+    from slotd.client.daemon_states import state_folder
+
+    if pid is not None and file is not None:
+        raise ConfigError("give PID or --file, not both")
+    chosen = None if file is None else Path(file)
+    folder = chosen.parent if chosen is not None else state_folder(state_dir)
+    return module.run(module.Choice(folder, pid, chosen), interval=interval, once=once, as_json=as_json)
 
 
 @slotd.command("try", cls=Command)

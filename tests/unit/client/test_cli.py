@@ -26,7 +26,7 @@ from slotd.protocol.errors import (
 from slotd.protocol.version import __version__
 from tests.fakes.fake_client import FakeClient
 
-COMMANDS = {"daemon", "inspect", "chat", "generate", "batch", "doctor", "bench", "fetch", "try"}
+COMMANDS = {"daemon", "inspect", "chat", "generate", "batch", "doctor", "bench", "fetch", "top", "try"}
 
 
 @pytest.fixture
