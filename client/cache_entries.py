@@ -76,6 +76,7 @@ class PrefixEntry:
         used: larger is later.
         hits: how often it was found.
         content: hash of the daemon's file with it, "" when there is none.
+        proven: its conversation has come back before: it goes on from an earlier entry, or was kept before.
     """
 
     key: str
@@ -84,6 +85,7 @@ class PrefixEntry:
     used: int = 0
     hits: int = 0
     content: str = ""
+    proven: bool = False
     kind: ClassVar[Kind] = "prefix"
 
     @property
