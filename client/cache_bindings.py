@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
 from slotd.client.cache_entries import FullEntry, PrefixEntry
-from slotd.client.cache_eviction import full_victim
+from slotd.client.cache_eviction import full_victim, goes_on
 
 #: Cold prefix entries (files of the daemon's that no slot holds) that are remembered.
 MOST_COLD = 256
+
+#: Prefixes that lost their slots and are remembered, to know them when they come back.
+MOST_GONE = 64
 
 Entry = PrefixEntry | FullEntry
 
@@ -31,6 +35,7 @@ class Bindings:
         self.full: dict[str, FullEntry] = {}
         self._byte_budget = byte_budget
         self._garbage: list[str] = []
+        self._gone: deque[tuple[bytes, int]] = deque(maxlen=MOST_GONE)  # ids, and when they were used last
         self._tick = 0
 
     # ----- slots
@@ -53,6 +58,7 @@ class Bindings:
             before = self.cold.pop(entry.key, None) or self.prefix.get(entry.key)
             if before is not None:
                 entry.hits, entry.content = before.hits, entry.content or before.content
+            entry.proven = self.away(entry.ids) is not None or goes_on(entry.ids, self.prefix.values())
             self.prefix[entry.key] = entry
             return
         known = self.full.get(entry.key)
@@ -68,6 +74,7 @@ class Bindings:
                 del self.full[entry.key]
         elif self.prefix.get(entry.key) is entry:
             del self.prefix[entry.key]
+            self._gone.append((entry.ids, entry.used))
             if entry.content:
                 self._add_cold(entry)
 
@@ -85,6 +92,10 @@ class Bindings:
             self.unbind(entry)
         prefix = sum(isinstance(entry, PrefixEntry) for entry in found)
         return prefix, len(found) - prefix
+
+    def away(self, ids: bytes) -> int | None:
+        """Ticks since a prefix of `ids` was used that has lost its slot; None: no such is remembered."""
+        return next((self._tick - used for gone, used in reversed(self._gone) if ids.startswith(gone)), None)
 
     def touch(self, entry: Entry) -> None:
         """`entry` is the one used last."""

@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from slotd.protocol.slot_identity import id_bytes, slot_hash
 
@@ -76,6 +76,7 @@ class PrefixEntry:
         used: larger is later.
         hits: how often it was found.
         content: hash of the daemon's file with it, "" when there is none.
+        proven: its conversation has come back before: it goes on from an earlier entry, or was kept before.
     """
 
     key: str
@@ -84,6 +85,8 @@ class PrefixEntry:
     used: int = 0
     hits: int = 0
     content: str = ""
+    proven: bool = False
+    kind: ClassVar[Kind] = "prefix"
 
     @property
     def length(self) -> int:
@@ -111,6 +114,7 @@ class FullEntry:
     hits: int = 0
     artifact_bytes: int = 0
     content: str = ""
+    kind: ClassVar[Kind] = "full"
 
     @property
     def length(self) -> int:

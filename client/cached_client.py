@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotd.client import commands
 from slotd.client.boundaries import Cuts, Markers, detect_markers, find_cuts
+from slotd.client.cache_bindings import Entry
 from slotd.client.cache_costs import Costs, Recent
 from slotd.client.cache_disk import CacheDisk
 from slotd.client.cache_entries import Identity, array_of, as_bytes
@@ -136,7 +137,7 @@ class SlotCache:
             logger.info("the daemon names no slots, model identity or K/V types: nothing is cached")
             return None
         salt = "" if self._cache_dir is None else _salt(text)
-        window, max_ctx = _number(hello, "window"), _number(hello, "max_ctx")
+        window, max_ctx = _number(kv, "window"), _number(hello, "max_ctx")
         return Identity(named, str(kv.get("k", "")), str(kv.get("v", "")), window, max_ctx, salt)
 
     def _sync(self, session: Session) -> None:
@@ -250,9 +251,9 @@ class SlotCache:
         with self._lock:
             for slot in kept:
                 held = slots.get(str(slot)) if isinstance(slots, Mapping) else None
-                if isinstance(held, Mapping):
-                    content, epoch = str(held.get("hash", "")), _number(status, "epoch")
-                    self._caches.rebind(slot, content, _number(held, "tokens"), epoch)
+                held = held if isinstance(held, Mapping) else {}  # no evidence: given up, not asked again
+                content, epoch = str(held.get("hash", "")), _number(status, "epoch")
+                self._caches.rebind(slot, content, _number(held, "tokens"), epoch)
 
     # ----- slots that somebody else uses
 
@@ -272,7 +273,16 @@ class SlotCache:
             costs = {"prefill_tok_s": self._costs.prefill, "restore_s": self._costs.restore,
                      "load_s_per_token": self._disk.seconds_per_token}  # fmt: skip
             active = self._session is not None
-            return {"active": active, **self._caches.stats(), "stale_restores": self._stale, "costs": costs}
+            return {"active": active, **self._caches.stats(), "stale_restores": self._stale, "costs": costs,
+                    "entries": self._entries()}  # fmt: skip
+
+    def _entries(self) -> dict[int, dict[str, Any]]:
+        entries: list[Entry] = [*self._caches.prefix_entries(), *self._caches.full_entries()]
+        return {
+            entry.slot: {"kind": entry.kind, "tokens": entry.length, "hits": entry.hits}
+            for entry in entries
+            if entry.slot is not None
+        }
 
     # ----- what the daemon says; in the reader thread
 

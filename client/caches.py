@@ -87,8 +87,9 @@ class Caches:
         self._claimed.clear()
         self._kept.clear()
         self.identity, self.boot, self.epoch = identity, boot, epoch
-        self.prefix_slots = min(self._wanted[0], slots)
-        self.full_slots = min(self._wanted[1], slots - self.prefix_slots)
+        prefix, full = self._wanted  # too few for both: full ones may take half
+        self.full_slots = min(full, max(slots - prefix, slots // 2))
+        self.prefix_slots = min(prefix, slots - self.full_slots)
 
     def all_cleared(self, epoch: int | None = None, kept: Iterable[int] = ()) -> tuple[int, int]:
         """The daemon has given its slots up: drop every binding, void every reservation, whatever is enabled.
@@ -260,7 +261,8 @@ class Caches:
         assert self.identity is not None
         free = [entry for entry in self._visible() if entry.slot not in leased]
         if kind == "prefix":
-            return prefix_victim([entry for entry in free if isinstance(entry, PrefixEntry)], ids)
+            prefix = [entry for entry in free if isinstance(entry, PrefixEntry)]
+            return prefix_victim(prefix, ids, self._bindings.away(ids))
         full = [entry for entry in free if isinstance(entry, FullEntry)]
         return full_victim(full, prompt, self.identity.key)
 

@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from slotd.client.failure import EXIT_FAILED, exit_code, explain
-from slotd.client.flags import MODEL_FLAGS, SAMPLING_FLAGS, EngineArgs, Flag, engine_args, sampling_params
+from slotd.client.flags import (
+    CACHE_FLAGS,
+    MODEL_FLAGS,
+    SAMPLING_FLAGS,
+    EngineArgs,
+    Flag,
+    engine_args,
+    sampling_params,
+    with_caches,
+)
 from slotd.client.params import DEFAULTS, PREFIX_SLOTS
-from slotd.protocol.errors import SlotdError
+from slotd.protocol.errors import ConfigError, SlotdError
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
 if TYPE_CHECKING:
@@ -67,7 +76,7 @@ def _shared(section: str, flags: Sequence[Flag]) -> Callable[[Function], Functio
             function = click.option(
                 *flag.names, cls=Option, section=section, help=flag.help, metavar=flag.metavar,
                 type=None if flag.switch else click.IntRange(1) if flag.positive else flag.kind,
-                is_flag=flag.switch, multiple=flag.many,
+                multiple=flag.many, **({"is_flag": True} if flag.switch else {}),
                 **({} if flag.default is None else {"default": flag.default, "show_default": True}),
             )(function)  # fmt: skip
         return function
@@ -76,6 +85,7 @@ def _shared(section: str, flags: Sequence[Flag]) -> Callable[[Function], Functio
 
 
 model_options = _shared("Model and daemon", MODEL_FLAGS)
+cache_options = _shared("Model and daemon", CACHE_FLAGS)
 sampling_options = _shared("Sampling", SAMPLING_FLAGS)
 
 
@@ -95,15 +105,21 @@ verbose_option = click.option(
 )  # fmt: skip
 
 
-def _spawn(model: Path, engine: EngineArgs, pre: str | None, prefix_slots: int = 0) -> Client:
+def _spawn(
+    model: Path, engine: EngineArgs, pre: str | None, prefix_slots: int = 0, cache_dir: str | None = None
+) -> Client:
     from slotd.client.client import Client
     from slotd.client.daemon_log import show_warning
 
-    return Client(model, daemon_args=engine.argv(), pre=pre, log=show_warning, prefix_slots=prefix_slots)
+    argv = with_caches(engine, prefix_slots, cache_dir, os.environ).argv()
+    ids = None if cache_dir is None else os.path.join(cache_dir, "ids")
+    return Client(
+        model, daemon_args=argv, pre=pre, log=show_warning, prefix_slots=prefix_slots, cache_dir=ids
+    )  # fmt: skip
 
 
 prefix_slots_option = click.option(
-    "--prefix-slots", cls=Option, section="Model and daemon", type=click.IntRange(0), metavar="N",
+    "--prefix-slots", cls=Option, section="Model and daemon", type=click.IntRange(0, 64), metavar="N",
     default=PREFIX_SLOTS, show_default=True,
     help="Slots of the daemon that keep prefixes of prompts for later ones; 0 is none.",
 )  # fmt: skip
@@ -169,8 +185,12 @@ def inspect(args: tuple[str, ...]) -> None:
 @sampling_options
 @model_options
 @prefix_slots_option
+@cache_options
 @verbose_option
-def chat(model: str | None, pre: str | None, system: str | None, prefix_slots: int, **given: Any) -> int:
+def chat(
+    model: str | None, pre: str | None, system: str | None, prefix_slots: int, cache_dir: str | None,
+    **given: Any,
+) -> int:  # fmt: skip
     """Chat on the terminal, or with lines from stdin.
 
     Without a terminal every line of stdin is one turn of one conversation (three double quotes open and
@@ -181,7 +201,7 @@ def chat(model: str | None, pre: str | None, system: str | None, prefix_slots: i
 
     engine, params = engine_args(given), sampling_params(given)
     path = _model_path(model)
-    with _spawn(path, engine, pre, prefix_slots) as client:
+    with _spawn(path, engine, pre, prefix_slots, cache_dir) as client:
         return chat_session.run(client, path.name, params, system)
 
 
@@ -193,10 +213,11 @@ def chat(model: str | None, pre: str | None, system: str | None, prefix_slots: i
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the text.")
 @sampling_options
 @model_options
+@cache_options
 @verbose_option
 def generate(
     prompt: str | None, file: str | None, system: str | None, raw: bool, as_json: bool,
-    model: str | None, pre: str | None, **given: Any,
+    model: str | None, pre: str | None, cache_dir: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Answer one prompt.
 
@@ -207,7 +228,8 @@ def generate(
     engine, params = engine_args(given), sampling_params(given)
     text = oneshot.read_prompt(prompt, file)
     path = _model_path(model)
-    with _spawn(path, engine, pre) as client:
+    prefix_slots = 0 if cache_dir is None else PREFIX_SLOTS  # one prompt alone has nothing to go on from
+    with _spawn(path, engine, pre, prefix_slots, cache_dir) as client:
         question = oneshot.Question(text, system=system, raw=raw)
         return oneshot.run(client, question, params, as_json=as_json, show_rates=_verbosity > 0)
 
@@ -220,10 +242,11 @@ def generate(
 @sampling_options
 @model_options
 @prefix_slots_option
+@cache_options
 @verbose_option
 def batch(
     source: str, out: str | None, resume: bool, stream: bool, model: str | None, pre: str | None,
-    prefix_slots: int, **given: Any,
+    prefix_slots: int, cache_dir: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Answer a JSON lines file of jobs.
 
@@ -244,7 +267,7 @@ def batch(
     path = _model_path(model)
     settings = (path.name, path.stat().st_size, engine.deciding(), pre)
     return batch_run.run(
-        files, lambda: _spawn(path, engine, pre, prefix_slots),
+        files, lambda: _spawn(path, engine, pre, prefix_slots, cache_dir),
         parallel=engine.parallel or 4, defaults=params, model=path.name, settings=settings,
     )  # fmt: skip
 
@@ -297,6 +320,45 @@ def fetch() -> None:
     from slotd.client.fetch import fetch_default_model
 
     click.echo(fetch_default_model(lambda line: click.echo(line, err=True)))
+
+
+@slotd.command(cls=Command)
+@click.argument("pid", type=click.IntRange(1), required=False)
+@click.option("--file", "file", metavar="FILE", help="The state file of the daemon, instead of its PID.")
+@click.option(
+    "--state-dir",
+    metavar="DIR",
+    help="Where daemons publish. Default: SLOTD_STATE_DIR, else slotd's in the user's runtime folder.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=0.5,
+    show_default=True,
+    metavar="S",
+    help="Seconds between two looks.",
+)
+@click.option("--once", is_flag=True, help="Print what is there now, as text, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each daemon, and end.")
+@verbose_option
+def top(
+    pid: int | None, file: str | None, state_dir: str | None, interval: float, once: bool, as_json: bool
+) -> int:  # fmt: skip
+    """Watch a running daemon: memory, slots, requests, rates.
+
+    Every daemon publishes its state in a file of its own; this reads it and disturbs nobody. Without PID the
+    daemon that was started last is shown. Ctrl-C leaves.
+    """
+    from pathlib import Path
+
+    from slotd.client import top as module
+    from slotd.client.daemon_states import state_folder
+
+    if pid is not None and file is not None:
+        raise ConfigError("give PID or --file, not both")
+    chosen = None if file is None else Path(file)
+    folder = chosen.parent if chosen is not None else state_folder(state_dir)
+    return module.run(module.Choice(folder, pid, chosen), interval=interval, once=once, as_json=as_json)
 
 
 @slotd.command("try", cls=Command)

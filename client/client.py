@@ -390,8 +390,9 @@ class Client:
         """What the caches hold, and what they did since the client was made.
 
         ``active`` (False: the daemon has no slots for them, or they are off), ``epoch``, ``prefix`` and
-        ``full`` (slots, entries, tokens, cold), ``pending``, ``costs``, and counts, which survive eviction,
-        clearings and restarts: ``prefix_hits``, ``misses``, ``confirmed``, ``aborted`` ...
+        ``full`` (slots, entries, tokens, cold), ``entries`` (by slot: kind, tokens, hits), ``pending``,
+        ``costs``, and counts, which survive eviction, clearings and restarts: ``prefix_hits``, ``misses``,
+        ``confirmed``, ``aborted`` ...
         """
         return self._cache.stats()
 

@@ -6,10 +6,11 @@ Names and meanings are llama.cpp's where it has the flag. `cli` makes options of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from slotd.client.params import DEFAULTS, INT31, ParamDict, check_all
+from slotd.client.params import DEFAULTS, INT31, PREFIX_SLOTS, ParamDict, check_all
 from slotd.protocol.errors import ConfigError
 
 
@@ -42,8 +43,29 @@ MODEL_FLAGS = (
     Flag(("-ctv", "--cache-type-v"), f"Type of cached values: {KV_TYPES}.", metavar="TYPE"),
     Flag(("--parallel",), "Most requests that run at once.", int, "N", positive=True),
     Flag(("--exact",), "The bits of an answer do not depend on what runs beside it. Slower.", switch=True),
+    Flag(("--slots",), "Snapshot slots. Default: 8, or --prefix-slots.", int, "N", positive=True),
     Flag(("--memory-limit",), "Most device memory, e.g. 4GiB.", metavar="SIZE"),
-)
+    Flag(
+        ("--oom-policy",), "What running out of memory costs: ladder (as little as can be) or seed.",
+        metavar="POLICY",
+    ),
+    Flag(("--host-cache",), "Host memory for slots that had to leave the device; 0 is none.", metavar="SIZE"),
+    Flag(
+        ("--prefill-pool-trim-tokens",),
+        "In a long prompt, release cached memory blocks every N tokens; 0 is never. Each trim waits for the "
+        "device and costs time: below some thousand tokens too much.", int, "N",
+    ),
+)  # fmt: skip
+
+#: For commands that keep prefixes of prompts; see `cli`.
+CACHE_FLAGS = (
+    Flag(
+        ("--cache-dir",),
+        "Keep prefixes for later runs: ids in DIR/ids, what was computed in DIR/slots or SLOTD_SLOT_DIR.",
+        metavar="DIR",
+    ),
+    Flag(("--slot-bytes",), "Most bytes on disk of what the daemon computed; the oldest go.", metavar="SIZE"),
+)  # fmt: skip
 
 SAMPLING_FLAGS = (
     Flag(("-n", "--max-tokens"), "Tokens to generate at most; -1: until the context is full.", int, "N", -1),
@@ -74,7 +96,13 @@ class EngineArgs:
     cache_type_v: str | None = None
     parallel: int | None = None
     exact: bool = False
+    slots: int | None = None
     memory_limit: str | None = None
+    oom_policy: str | None = None
+    host_cache: str | None = None
+    prefill_pool_trim_tokens: int | None = None
+    slot_dir: str | None = None
+    slot_bytes: str | None = None
 
     def argv(self) -> list[str]:
         """Arguments for ``slotd daemon``."""
@@ -88,13 +116,31 @@ class EngineArgs:
         return argv + (["--exact"] if self.exact else [])
 
     def _sizing(self) -> list[str]:
-        given = {"--chunk": self.chunk, "--parallel": self.parallel, "--memory-limit": self.memory_limit}
-        return [f"{name}={value}" for name, value in given.items() if value is not None]
+        names = (
+            *("chunk", "parallel", "slots", "memory_limit", "oom_policy", "host_cache"),
+            *("prefill_pool_trim_tokens", "slot_dir", "slot_bytes"),
+        )
+        given = {name: getattr(self, name) for name in names}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
 
 def engine_args(given: Mapping[str, Any]) -> EngineArgs:
     """The daemon's flags among the options of a command."""
-    return EngineArgs(**{name: given[name] for name in EngineArgs.__dataclass_fields__})
+    return EngineArgs(**{name: given[name] for name in EngineArgs.__dataclass_fields__ if name in given})
+
+
+def with_caches(
+    engine: EngineArgs, prefix_slots: int, cache_dir: str | None, environment: Mapping[str, str]
+) -> EngineArgs:
+    """`engine` with what the client's caches need of the daemon, where nobody has said otherwise.
+
+    That is as many slots, and a folder for snapshots beside that of the ids.
+    """
+    if engine.slots is None and prefix_slots > PREFIX_SLOTS and not environment.get("SLOTD_SLOTS"):
+        engine = replace(engine, slots=prefix_slots)
+    if cache_dir is not None and not environment.get("SLOTD_SLOT_DIR"):
+        engine = replace(engine, slot_dir=str(Path(cache_dir) / "slots"))
+    return engine
 
 
 def sampling_params(given: Mapping[str, Any]) -> ParamDict:

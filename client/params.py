@@ -17,8 +17,8 @@ from slotd.protocol.errors import ConfigError
 #: Checked values by name, ready to be passed on as keyword arguments.
 ParamDict = dict[str, Any]
 
-#: Slots of the daemon for prefixes of prompts, unless said otherwise: half of its usual eight.
-PREFIX_SLOTS = 4
+#: Slots of the daemon for prefixes of prompts, unless said otherwise: all that it has by default.
+PREFIX_SLOTS = 8
 
 INT31 = 2**31 - 1
 MAX_STOPS = 16

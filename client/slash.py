@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slotd.client.conversation import Conversation
 from slotd.client.params import parse_assignments, shown
 from slotd.client.rates import rate_line
+from slotd.client.status_rows import SLOT_COLUMNS, columns, slot_rows
 from slotd.protocol.errors import SlotdError
 
 if TYPE_CHECKING:
@@ -79,11 +80,14 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _slots(chat: Chat, argument: str) -> None:
-    occupied = chat.client.slots()
+    rows = slot_rows(chat.client.status())
     total: Any = chat.client.hello.get("slots", "?")
-    shown = ", ".join(map(str, occupied)) or "none"
-    chat.ui.notice(f"occupied slots: {shown} (of {total})")
     stats = chat.client.cache_stats()
+    chat.ui.notice(f"occupied slots: {', '.join(row[0] for row in rows) or 'none'} (of {total})")
+    if rows:
+        notes = [(*row[1:], _cached(stats["entries"].get(int(row[0])))) for row in rows]
+        lines = columns((*SLOT_COLUMNS[1:], "in the cache"), notes)
+        chat.ui.table(list(zip((SLOT_COLUMNS[0], *(row[0] for row in rows)), lines, strict=True)))
     prefix = stats["prefix"]
     if not stats["active"]:
         chat.ui.notice("the prefix cache is off")
@@ -91,6 +95,11 @@ def _slots(chat: Chat, argument: str) -> None:
     names = ("prefix_hits", "prefix_hit_tokens", "passed", "misses", "confirmed", "aborted", "cleared")
     chat.ui.notice(f"prefix cache: {prefix['entries']} of {prefix['slots']} slots, {prefix['tokens']} tokens")
     chat.ui.table([(name, str(stats[name])) for name in names])
+
+
+def _cached(entry: Mapping[str, Any] | None) -> str:
+    """What the client's caches take a slot for."""
+    return "" if entry is None else f"{entry['kind']}, {entry['tokens']} tokens, {entry['hits']} hits"
 
 
 def _quit(chat: Chat, argument: str) -> None:
@@ -105,7 +114,7 @@ COMMANDS: Mapping[str, Command] = {
     "/load": Command("/load FILE", "go on with a saved conversation", "needed", _load),
     "/params": Command("/params [NAME=VALUE ...]", "show or set how answers are made", "optional", _params),
     "/stats": Command("/stats", "rates and times of the last answer", "none", _stats),
-    "/slots": Command("/slots", "which snapshot slots of the daemon are occupied", "none", _slots),
+    "/slots": Command("/slots", "the slots of the daemon, and what the caches use them for", "none", _slots),
     "/quit": Command("/quit", "leave (also Ctrl-D)", "none", _quit),
 }
 

@@ -246,6 +246,13 @@ def main() -> None:
     metavar="S",
     help="Cancel a request whose reader has taken nothing for so long, in seconds.",
 )
+@click.option(
+    "--state-dir",
+    envvar="SLOTD_STATE_DIR",
+    metavar="DIR",
+    help="Folder of the file PID.json in which this daemon shows its state to `slotd top`, - = none "
+    "[default: slotd's in the user's runtime folder].",
+)
 @click.option("-v", "--verbose", count=True, help="More log on stderr (-vv: everything).")
 @click.option("--fast-rollback", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
 @click.option("--seq-verify", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
@@ -346,7 +353,7 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         max_line=parse_size("--max-line", flags["max_line"]), max_stall=flags["max_stall"] / 1000,
         stall_timeout=flags["stall_timeout"], oom_policy=flags["oom_policy"],
         host_cache=parse_host_cache(flags["host_cache"]), trim_tokens=trim_tokens,
-        inactive=collect_inactive(draft, flags),
+        state_dir=flags["state_dir"], inactive=collect_inactive(draft, flags),
     )  # fmt: skip
 
 

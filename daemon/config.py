@@ -65,6 +65,7 @@ class Config:
         oom_policy: what running out of memory may cost: ladder or seed (see `memory.pressure`).
         host_cache: bytes of the host tier of slots; None = a quarter of the available memory, 0 = off.
         trim_tokens: give cached pool blocks back each time a prompt has computed so many tokens; 0 = never.
+        state_dir: folder of the state file as it was given, see `state_file.choose_folder`.
         inactive: what was asked for and is not there.
     """
 
@@ -86,6 +87,7 @@ class Config:
     oom_policy: str = "ladder"
     host_cache: int | None = None
     trim_tokens: int = 0
+    state_dir: str | None = None
     inactive: tuple[Inactive, ...] = ()
 
     def __post_init__(self) -> None:

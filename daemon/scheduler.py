@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from slotd.daemon.engine import Engine
 from slotd.daemon.inline_snapshots import InlineSnapshots
 from slotd.daemon.job import Job, Phase
 from slotd.daemon.kv.pages import PAGE
+from slotd.daemon.kv.slot_hash import SlotHash
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Emit, Finished, Line, Progress, State, Stop, Submit, ToEngine, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
@@ -34,6 +36,7 @@ from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
 from slotd.daemon.slot_chains import chain_restored
 from slotd.daemon.slot_commands import SlotCommands, describe
+from slotd.daemon.totals import Totals
 from slotd.protocol.errors import Value
 from slotd.protocol.messages import (
     Park,
@@ -94,6 +97,7 @@ class Scheduler:
         self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(force=True), policy)
         self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, clock)
         self._admission = Admission(engine, self._retained, self._recovery, chunk)
+        self._slot_hash = SlotHash(engine.identity, engine.k_type, engine.v_type)
         self._trim_tokens = trim_tokens
         self._full = False  # the first in the queue waits for memory, until something ends
         self._calls: deque[Callable[[], None]] = deque()  # from the disk thread
@@ -102,7 +106,7 @@ class Scheduler:
         self._stopping = False
         self._rows_per_second = 0.0
         self._published = -STATE_INTERVAL
-        self._totals = {"requests": 0, "prompt_tokens": 0, "reused_tokens": 0, "generated_tokens": 0}
+        self._totals = Totals()
 
     # ----- the loop
 
@@ -158,7 +162,7 @@ class Scheduler:
             if isinstance(message, Stop):
                 self._stopping = True
             elif isinstance(message.command, Prompt):
-                self._totals["requests"] += 1
+                self._totals.requests += 1
                 job = Job(message, self._engine.max_ctx, self._eos_ids, self._clock, self._trim_tokens)
                 self._waiting.append(job)
             elif isinstance(message.command, Park | Unpark):
@@ -212,8 +216,7 @@ class Scheduler:
         job.reused = len(sequence)
         job.phase = Phase.PREFILL
         job.account.enter("prefill")
-        self._totals["reused_tokens"] += job.reused
-        self._totals["prompt_tokens"] += len(job.ids)
+        self._totals.admit(len(job.ids), job.reused, slot=bool(job.pinned))
         if job.restore_slot is not None:
             held = self._engine.slots[job.restore_slot]
             self._deliver(Line(Restored(slot=job.restore_slot, cur_pos=len(held)), job.key))
@@ -269,6 +272,7 @@ class Scheduler:
         began = self._clock()
         outputs = self._engine.forward(rows, Kind.PROMPT, lambda: job.flags.cancelled)
         self._engine.commit(job.running_sequence, range(len(rows)))
+        self._totals.computed_tokens += len(rows)
         self._rows_per_second = len(rows) / max(self._clock() - began, 1e-9)
         return outputs
 
@@ -350,7 +354,7 @@ class Scheduler:
         job.account.enter("sample")
         token, scores = next_token(job, outputs, row)
         job.take(token)
-        self._totals["generated_tokens"] += 1
+        self._totals.generated_tokens += 1
         job.account.enter("emit")
         self._deliver(Emit(job.key, len(job.produced) - 1, (token,), scores))
         ending = job.ending()
@@ -417,11 +421,11 @@ class Scheduler:
             "running": [job.report() for job in self._running],
             "queued": len(self._waiting) + len(self._exclusive),
             "retained": len(self._retained),
-            "slots": self._engine.host_tier.slot_report(),
+            "slots": self._engine.host_tier.slot_report(self._slot_hash.of),
             "memory": self._engine.memory_report(),
             "host_tier": self._engine.host_tier.report(),
             "recovery": self._recovery.report(),
-            "totals": dict(self._totals),
+            "totals": asdict(self._totals),
         }))  # fmt: skip
 
 

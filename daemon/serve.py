@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from slotd.daemon.config import Config
@@ -16,7 +17,7 @@ from slotd.daemon.front import Front
 from slotd.daemon.host import EngineHost
 from slotd.daemon.kv.host_tier import default_budget
 from slotd.daemon.kv.slot_store import SlotStore
-from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
+from slotd.daemon.link import Emit, Finished, Flags, State, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import EMBED
@@ -24,6 +25,7 @@ from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
+from slotd.daemon.state_file import StateFile, choose_folder
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.connection import DaemonConnection
 from slotd.protocol.errors import CODES, ConfigError, RequestError
@@ -76,24 +78,25 @@ def serve(config: Config, stdout_fd: int) -> int:
         listed = ", ".join(str(inactive) for inactive in config.inactive)
         print(f"slotd: not active in this version: {listed}", file=sys.stderr, flush=True)
     stream_fd = config.stream_fd if isinstance(config.stream_fd, int) else None
+    state_folder = choose_folder(config.state_dir)
     engine = build_engine(config)
-    daemon = _Daemon(config, engine, stdout_fd, stream_fd)
+    daemon = _Daemon(config, engine, stdout_fd, stream_fd, state_folder)
     return daemon.run()
 
 
 class _Daemon:
     """The parts of a daemon and the wires between them."""
 
-    def __init__(self, config: Config, engine: Engine, stdout_fd: int, stream_fd: int | None) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, stdout_fd: int, stream_fd: int | None, state_folder: Path | None
+    ) -> None:
         hyper = engine.hyper
         connection = DaemonConnection(max_line=config.max_line)
         self.outbox = Outbox(stdout_fd, stream_fd, self._stdout_gone, self._stream_gone)
         store = None
         if config.slot_dir is not None:
             store = SlotStore(config.slot_dir, config.slot_bytes)
-        scheduler = _scheduler(
-            config, engine, lambda message: self.front.deliver(message), Policy(config.oom_policy), store
-        )
+        scheduler = _scheduler(config, engine, self._deliver, Policy(config.oom_policy), store)
         self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died", exit_code=1))
         self.front = Front(
             connection, self.outbox, self.host.send,
@@ -104,12 +107,26 @@ class _Daemon:
             stall_timeout=config.stall_timeout,
         )  # fmt: skip
         self.loop = Loop(0, stdout_fd, connection, self.front, self.outbox, self.host, config.stall_timeout)
+        self.state_file = None
+        if state_folder is not None:
+            self.state_file = StateFile(state_folder, self.front.props, self.front.status)
 
     def run(self) -> int:
         self.loop.install_signals()
         self.host.start()
+        if self.state_file is not None:
+            self.state_file.start()
         self.front.put(Ready())
-        return self.loop.run()
+        try:
+            return self.loop.run()
+        finally:
+            if self.state_file is not None:
+                self.state_file.close()
+
+    def _deliver(self, message: ToFront) -> None:
+        self.front.deliver(message)
+        if self.state_file is not None and isinstance(message, State):
+            self.state_file.changed()
 
     def _stdout_gone(self) -> None:
         self.loop.request_end("nobody reads stdout")

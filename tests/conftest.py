@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -57,6 +60,12 @@ def _cupy() -> str:
 def _named_model() -> Path | None:
     named = os.environ.get(MODEL_VARIABLE)
     return Path(named) if named and Path(named).is_file() else None
+
+
+# Daemons show themselves there (`slotd top`): those of tests not among the developer's own.
+_runtime_folder = tempfile.mkdtemp(prefix="slotd-tests-")
+atexit.register(shutil.rmtree, _runtime_folder, ignore_errors=True)
+os.environ["XDG_RUNTIME_DIR"] = _runtime_folder
 
 
 @pytest.fixture(autouse=True)

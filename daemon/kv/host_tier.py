@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,13 +87,14 @@ class HostTier:
         """Budget, bytes in use, and counts, for STATUS."""
         return {"budget": self.budget, "used": self.used, **asdict(self.counts)}
 
-    def slot_report(self) -> dict[str, Any]:
-        """For each filled slot: tokens, tier, bytes, those nobody else holds, seconds since its last use."""
+    def slot_report(self, content_hash: Callable[[Slot], str | None]) -> dict[str, Any]:
+        """For each filled slot: tokens, kind, tier, bytes, those nobody else holds, idle seconds, hash."""
         now = self._slots.clock()
         return {
             str(number): {
-                "tokens": len(slot), "tier": slot.tier, "bytes": self.size(slot),
+                "tokens": len(slot), "kind": slot.kind, "tier": slot.tier, "bytes": self.size(slot),
                 "own_bytes": self.own_bytes(slot), "idle_s": round(now - slot.last_used, 3),
+                "hash": content_hash(slot),
             }
             for number, slot in self._slots.items()
         }  # fmt: skip

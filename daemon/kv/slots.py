@@ -35,6 +35,7 @@ class Slot:
         kv_start: first position of a span; None for a prefix.
         host: the bytes of the pages while the slot is in host memory, else None.
         last_used: when it was filled or restored last, seconds on the clock of its `Slots`.
+        content_hash: see `slot_hash`; None until somebody has asked.
     """
 
     tokens: array[int]
@@ -43,6 +44,7 @@ class Slot:
     kv_start: int | None = None
     host: StoredPages | None = None
     last_used: float = 0.0
+    content_hash: str | None = None
 
     @property
     def kind(self) -> str:

@@ -45,7 +45,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "kv", "sampling"),
     ("ops",),
     ("memory", "weights"),
-    ("account", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence"),
+    ("account", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence", "state_file")
+    + ("totals",),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.

@@ -99,10 +99,13 @@ class FakeClient:
         names = ("prefix_hits", "prefix_hit_tokens", "passed", "misses", "confirmed", "aborted", "cleared")
         counts = {name: index for index, name in enumerate(names)}
         prefix = {"slots": 4, "entries": 2, "tokens": 96, "cold": 0}
-        return {"active": self.caching, "prefix": prefix, **counts}
+        entries = {3: {"kind": "prefix", "tokens": 96, "hits": 2}}
+        return {"active": self.caching, "prefix": prefix, "entries": entries, **counts}
 
     def status(self) -> dict[str, Any]:
-        return {"memory": {"live": {"weights": 1000}}}
+        held = {"tokens": 96, "kind": "thick", "tier": "host", "bytes": 2048, "own_bytes": 0, "idle_s": 90.0}
+        slots = {"0": held | {"hash": None, "kind": "thin"}, "3": held | {"hash": "ab" * 16}}
+        return {"memory": {"live": {"weights": 1000}}, "slots": slots}
 
     def close(self) -> None:
         self.closed = True

@@ -3,21 +3,21 @@ from __future__ import annotations
 import pytest
 
 from slotd.client.cache_entries import FullEntry, Identity, PrefixEntry, as_bytes
-from slotd.client.cache_eviction import full_score, full_victim, prefix_victim
+from slotd.client.cache_eviction import full_score, full_victim, goes_on, prefix_victim
 
 ME = Identity("model", "f16", "f16")
 
 
-def entry(text: str, used: int) -> PrefixEntry:
-    return PrefixEntry(text, ids(text), used, used=used)
+def entry(text: str, used: int, *, proven: bool = False) -> PrefixEntry:
+    return PrefixEntry(text, ids(text), used, used=used, proven=proven)
 
 
 def ids(text: str) -> bytes:
     return as_bytes(map(ord, text))
 
 
-def victim(entries: list[PrefixEntry], new: str) -> str | None:
-    found = prefix_victim(entries, ids(new))
+def victim(entries: list[PrefixEntry], new: str, away: int | None = None) -> str | None:
+    found = prefix_victim(entries, ids(new), away)
     return None if found is None else found.key
 
 
@@ -42,6 +42,25 @@ def test_equal_gains_give_up_the_oldest() -> None:
 
 def test_a_branch_point_is_no_victim_while_a_leaf_is_there() -> None:
     assert victim([entry("S", 1), entry("Sa", 5)], "Sb") == "Sa"
+
+
+def test_conversations_that_came_back_stay_and_of_these_the_one_used_last_goes() -> None:
+    proven = [entry("Aa", 1, proven=True), entry("Bb", 8, proven=True)]
+    assert victim([*proven, entry("Cc", 9), entry("Dd", 5)], "T") == "Dd"
+    assert victim(proven, "T") == "Bb"  # the daemon has it still; Aa may be the next to be asked for
+
+
+def test_an_ended_conversation_makes_way_for_one_that_comes_back() -> None:
+    entries = [entry("Aa", 1, proven=True), entry("Bb", 20, proven=True)]
+    assert victim(entries, "T", away=9) == "Aa"  # idle for 19 ticks, more than twice as long
+    assert victim(entries, "T", away=10) == "Bb"
+
+
+def test_what_goes_on_from_an_entry_of_its_own() -> None:
+    entries = [entry("S", 1), entry("Sa", 2), entry("Sb", 3)]
+    assert goes_on(ids("Sac"), entries)
+    assert not goes_on(ids("Sc"), entries)  # others start from S too
+    assert not goes_on(ids("Sa"), entries[1:])
 
 
 def test_the_only_entry_goes() -> None:

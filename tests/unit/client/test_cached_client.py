@@ -272,6 +272,18 @@ def test_a_length_alone_is_no_evidence(daemon: FakeDaemon, client: Client) -> No
     daemon.assert_done()
 
 
+def test_a_kept_slot_is_asked_about_once(daemon: FakeDaemon, client: Client) -> None:
+    keep(daemon, client)
+    daemon.say("[snap] all-cleared epoch=2 freed=1 kept=0 bytes=1")
+    for _ in range(2):
+        daemon.expect("STATUS id=$id", '[status] {"id":"$id","epoch":2,"slots":{}}')
+    client.status()
+    for ids in ([7], [8]):  # too short for a slot, so that slot 0 stays nobody's
+        daemon.expect(f"- 1 id=$id ids={ids[0]}", done(epoch=2))
+        client.generate(ids, max_tokens=1)
+    daemon.assert_done()
+
+
 def test_off() -> None:
     with FakeDaemon(hello=HELLO) as daemon:
         with Client.attach(daemon.stdin, daemon.stdout, reply_timeout=5) as client:

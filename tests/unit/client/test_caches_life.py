@@ -187,7 +187,14 @@ def test_another_model_shares_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "full", "slots", "got"),
-    [(4, 2, 8, (4, 2)), (4, 2, 5, (4, 1)), (4, 2, 3, (3, 0)), (4, 2, 0, (0, 0))],
+    [
+        (4, 2, 8, (4, 2)),
+        (4, 2, 5, (3, 2)),
+        (4, 2, 3, (2, 1)),
+        (4, 2, 0, (0, 0)),
+        (8, 2, 8, (6, 2)),
+        (4, 6, 8, (4, 4)),
+    ],
 )
 def test_slots_are_clamped_to_what_the_daemon_has(
     prefix: int, full: int, slots: int, got: tuple[int, int]

@@ -26,7 +26,7 @@ from slotd.protocol.errors import (
 from slotd.protocol.version import __version__
 from tests.fakes.fake_client import FakeClient
 
-COMMANDS = {"daemon", "inspect", "chat", "generate", "batch", "doctor", "bench", "fetch", "try"}
+COMMANDS = {"daemon", "inspect", "chat", "generate", "batch", "doctor", "bench", "fetch", "top", "try"}
 
 
 @pytest.fixture
@@ -47,7 +47,9 @@ def spawned(monkeypatch: pytest.MonkeyPatch, slots: list[int]) -> list[tuple[Pat
     """What daemons were asked for; a fake client is given in their place."""
     found: list[tuple[Path, list[str], str | None]] = []
 
-    def spawn(path: Path, engine: Any, pre: str | None, prefix_slots: int = 0) -> FakeClient:
+    def spawn(
+        path: Path, engine: Any, pre: str | None, prefix_slots: int = 0, cache_dir: str | None = None
+    ) -> FakeClient:
         found.append((path, engine.argv(), pre))
         slots.append(prefix_slots)
         return FakeClient()
@@ -108,6 +110,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "--prefill", "x"],
         ["generate", "-f", "nowhere.txt"],
         ["generate", "x", "-n", "0"],
+        ["generate", "x", "--chunk=-1"],
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_spawns_nothing(
@@ -129,6 +132,11 @@ def test_a_missing_model_file_is_exit_code_3(
     assert spawned == []
     captured = capsys.readouterr()
     assert f"{missing}: the model named by -m: No such file" in captured.out + captured.err
+
+
+def test_a_number_below_zero_is_named_as_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "x", "--chunk=-1") == 2
+    assert "Invalid value for '--chunk': -1 is not in the range x>=1" in capsys.readouterr().err
 
 
 def test_no_tokens_at_all_is_refused_in_words_of_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,8 +341,34 @@ def test_batch_runs_as_many_jobs_as_the_daemon_takes(
     assert spawned[0][1] == [f"--parallel={parallel}"]
 
 
+def test_what_a_daemon_is_spawned_with(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+
+    def client(path: Path, **options: Any) -> FakeClient:
+        made.append(options)
+        return FakeClient()
+
+    monkeypatch.setattr("slotd.client.client.Client", client)
+    cache = str(tmp_path / "cache")
+    run("generate", "x", "-m", model, "--oom-policy=seed", "--host-cache=0", "--prefill-pool-trim-tokens=0")
+    run("generate", "x", "-m", model, "--cache-dir", cache, "--slot-bytes=1GiB")
+    run("chat", "-m", model, "--cache-dir", cache, "--prefix-slots=12")
+    monkeypatch.setenv("SLOTD_SLOT_DIR", "elsewhere")
+    monkeypatch.setenv("SLOTD_SLOTS", "20")
+    run("chat", "-m", model, "--cache-dir", cache, "--prefix-slots=12")
+    run("doctor", "-m", model, "--slots=3")
+    ids = str(tmp_path / "cache" / "ids")
+    assert [(each["daemon_args"], each["prefix_slots"], each["cache_dir"]) for each in made] == [
+        (["--oom-policy=seed", "--host-cache=0", "--prefill-pool-trim-tokens=0"], 0, None),
+        ([f"--slot-dir={cache}/slots", "--slot-bytes=1GiB"], 8, ids),
+        (["--slots=12", f"--slot-dir={cache}/slots"], 12, ids),
+        ([], 12, ids),
+        (["--slots=3"], 0, None),
+    ]
+
+
 @pytest.mark.parametrize(
-    ("given", "wanted"), [([], 4), (["--prefix-slots", "0"], 0), (["--prefix-slots=7"], 7)]
+    ("given", "wanted"), [([], 8), (["--prefix-slots", "0"], 0), (["--prefix-slots=7"], 7)]
 )
 @pytest.mark.parametrize("command", ["chat", "batch"])
 def test_chat_and_batch_keep_prefixes(

@@ -76,6 +76,12 @@ def test_engine_flags() -> None:
             "parallel": 2,
             "exact": True,
             "memory_limit": "1GiB",
+            "slots": 12,
+            "oom_policy": "seed",
+            "host_cache": "0",
+            "prefill_pool_trim_tokens": 0,
+            "slot_dir": "d",
+            "slot_bytes": "2GiB",
             "model": "ignored",
         }
     )
@@ -88,6 +94,12 @@ def test_engine_flags() -> None:
         "--exact",
         "--chunk=8",
         "--parallel=2",
+        "--slots=12",
         "--memory-limit=1GiB",
+        "--oom-policy=seed",
+        "--host-cache=0",
+        "--prefill-pool-trim-tokens=0",
+        "--slot-dir=d",
+        "--slot-bytes=2GiB",
     ]
     assert engine.deciding() == ["--max-ctx=64", "-ctk", "f16", "-ctv", "f32", "--exact"]

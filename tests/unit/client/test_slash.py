@@ -140,7 +140,15 @@ def test_stats(chat: Chat, ui: FakeUi) -> None:
 def test_slots(chat: Chat, ui: FakeUi) -> None:
     assert slash.run(chat, "/slots")
     assert ui.notices == ["occupied slots: 0, 3 (of 8)", "prefix cache: 2 of 4 slots, 96 tokens"]
-    assert ui.tables[-1][0] == ("prefix_hits", "0")
+    (head, first, second), counts = ui.tables
+    assert (head[0], first[0], second[0]) == ("slot", "0", "3")
+    spaced = [" ".join(row[1].split()) for row in (head, first, second)]
+    assert spaced == [
+        "tokens kind tier size own last use hash in the cache",
+        "96 thin host 2.00 KiB 0 B 1.5 min ago",
+        f"96 thick host 2.00 KiB 0 B 1.5 min ago {'ab' * 6} prefix, 96 tokens, 2 hits",
+    ]
+    assert counts[0] == ("prefix_hits", "0")
     assert isinstance(chat.client, FakeClient)
     chat.client.caching = False
     assert slash.run(chat, "/slots")
@@ -151,7 +159,7 @@ def test_a_dead_daemon_is_an_error_line(chat: Chat, ui: FakeUi, monkeypatch: pyt
     def slots() -> Any:
         raise DaemonDiedError("it died")
 
-    monkeypatch.setattr(chat.client, "slots", slots)
+    monkeypatch.setattr(chat.client, "status", slots)
     assert not slash.run(chat, "/slots")
     assert ui.errors == ["it died"]
 

@@ -21,7 +21,7 @@ FLAGS: dict[str, Any] = {
     "slot_dir": None, "slot_bytes": None,
     "chunk": 128, "parallel": 4, "slots": 8, "k_type": "f32", "v_type": "f32", "exact": False,
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
-    "host_cache": None, "trim_tokens": None,
+    "host_cache": None, "trim_tokens": None, "state_dir": None,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
     "ddtree_no_chain_seed": False,
 }  # fmt: skip
@@ -179,12 +179,12 @@ def test_a_daemon_serves_and_then_leaves(configs: list[Any]) -> None:
 def test_every_flag_arrives(configs: list[Any]) -> None:
     argv = "-c 512 --chunk 64 -np 2 --slots 3 -ctk f16 -ctv f16 --exact --memory-limit 1g --stream-fd -"
     argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
-    argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512"
+    argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512 --state-dir run"
     assert invoke("daemon", *argv.split()).exit_code == 0
     assert configs[0][0] == Config(
         model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
         exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
-        oom_policy="seed", host_cache=1 << 20, trim_tokens=512,
+        oom_policy="seed", host_cache=1 << 20, trim_tokens=512, state_dir="run",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from slotd.daemon.numpy_backend import NumpyRunner
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.scheduler import STATE_INTERVAL
 from slotd.protocol.messages import ListSlots, Park, Parked, Snap, Unpark, Unparked
+from slotd.protocol.slot_identity import slot_hash
 from tests.fakes.scheduler_rig import SchedulerRig
 
 TEXT = np.random.default_rng(11).integers(3, 320, 400).tolist()
@@ -362,8 +363,10 @@ def test_the_state_says_what_is_there(rig: SchedulerRig) -> None:
         "5": (70, "device")
     }
     assert state["totals"] == {
-        "requests": 2, "prompt_tokens": 200, "reused_tokens": 99, "generated_tokens": 8,
+        "requests": 2, "from_slot": 0, "from_ended": 1, "from_nothing": 1,
+        "prompt_tokens": 200, "reused_tokens": 99, "computed_tokens": 101, "generated_tokens": 8,
     }  # fmt: skip
+    assert state["slots"]["5"]["hash"] == slot_hash(rig.engine.identity, "f32", "f32", 0, TEXT[:70])
     assert state["memory"]["pages_used"] > 0
 
 
