@@ -174,6 +174,8 @@ class Recovery:
         try:
             self._engine.host_tier.demote(number, keep)
         except (OutOfDeviceMemory, OutOfHostMemory) as error:
+            if isinstance(error, OutOfDeviceMemory):
+                self._note(error)
             log.warning("slot %d stays where it is: %s", number, error)
             return False
         self._engine.compact()

@@ -85,6 +85,28 @@ def test_sixteen_growing_turns_with_four_slots(default_model: Path) -> None:
     assert stats["confirmed"] >= 15
 
 
+@pytest.mark.parametrize("others", [0, 4])
+def test_sixteen_growing_turns_reuse_nine_tenths(model: Path, others: int) -> None:
+    """Four slots, a long system message, short turns: from turn 3 on at least 90% of every prompt is reused.
+
+    With other prompts in between the daemon keeps nothing of the conversation on its own: then the slots do
+    it alone, and they hold it up to the last question but one.
+    """
+    messages = [{"role": "system", "content": "You answer in few words. " * 32}]
+    answers = []
+    with client_of(model, 4) as client:
+        for turn in range(16):
+            answers.append(take_turn(client, messages, turn))
+            for other in range(others):
+                client.generate([turn + 3, other + 40, *range(3, 23)], max_tokens=1)
+        hits = client.cache_stats()["prefix_hits"]
+    shares = [answer.cached_tokens / answer.prompt_tokens for answer in answers]
+    print(f"{others} others: least {min(shares[2:]):.1%}, all {share(answers[2:]):.1%}")
+    assert min(shares[2:]) >= 0.9, shares
+    if others:
+        assert hits == 15
+
+
 @pytest.mark.parametrize("prefix", [0, 4])
 def test_the_slots_alone_keep_a_conversation_going(model: Path, prefix: int) -> None:
     """Field report 17: with full slots the restore point must go on rising.
