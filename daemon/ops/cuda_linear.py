@@ -30,9 +30,6 @@ REGISTERS = 65536
 #: Fewer would leave sums of a tile without a thread that adds them up.
 LEAST_WARPS = 4
 
-#: Shared memory that a block of few rows may fill with sums before it adds them up; more costs blocks.
-SUMS_BYTES = 16384
-
 _MOST_PARTS = 3
 _ROW_GROUPS = (8, 16, 24, 32, 64)
 _COLUMN_STRIDE = 20
@@ -102,10 +99,8 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         chosen = kernel(f"linear_{form.name}_{group}")
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, group, chosen.registers)
-        of_one = warps * rows.n * _COLUMN_STRIDE * 4
-        rounds = max(1, min(-(-weight.n_segments // warps), SUMS_BYTES // (2 * of_one)))
-        smem = min(2, -(-weight.n_segments // (warps * rounds))) * rounds * of_one
-        args = (_parts(parts, weight), rows, output, rounds)
+        smem = 2 * warps * rows.n * _COLUMN_STRIDE * 4
+        args = (_parts(parts, weight), rows, output)
         chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
 
 

@@ -7,9 +7,9 @@
 
 constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
 
-// `rounds`: segments that each warp multiplies before the block adds up; shared memory holds [2][rounds][warps][n] sums of 16.
+// Shared memory holds [2][warps][n] sums of 16.
 template <int FORMAT, int NT>
-DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out, int rounds) {
+DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
     extern __shared__ float sums[];
     using L = Layout<FORMAT>;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
@@ -28,10 +28,17 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
 #pragma unroll
     for (int j = 0; j < NT; ++j) slab[j] = total[j] = 0.0f;
 
-    const int per_turn = n_warps * rounds, of_one = n * COLUMN_STRIDE;
-    for (int first = 0, half = 0; first < n_segments; first += per_turn, half ^= 1) {
-        float* turn = sums + half * per_turn * of_one;
-        for (int segment = first + warp; segment < min(first + per_turn, n_segments); segment += n_warps) {
+    const int of_one = n * COLUMN_STRIDE;
+    for (int first = 0, half = 0; first < n_segments; first += n_warps, half ^= 1) {
+        float* turn = sums + half * n_warps * of_one;
+        const int segment = first + warp;
+        if (segment < n_segments) {
+            float scale[NT][2];  // of rows 8j + 2t and 8j + 2t + 1: powers of two, nothing is rounded
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                scale[j][0] = rows.scale[segment * room + min(8 * j + 2 * t, n - 1)];
+                scale[j][1] = rows.scale[segment * room + min(8 * j + 2 * t + 1, n - 1)];
+            }
             float d[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
@@ -63,21 +70,20 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
                     held.load_scales(next, lane);
                 }
             }
-            float* mine = turn + (segment - first) * of_one + g;
+            float* mine = turn + warp * of_one + g;
 #pragma unroll
             for (int j = 0; j < NT; ++j)
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     const int row = 8 * j + 2 * t + odd;
                     if (row >= n) continue;
-                    const float scale = rows.scale[segment * room + row];  // a power of two: nothing is rounded
-                    mine[row * COLUMN_STRIDE] = __fmul_rn(d[j][odd], scale);
-                    mine[row * COLUMN_STRIDE + 8] = __fmul_rn(d[j][2 + odd], scale);
+                    mine[row * COLUMN_STRIDE] = __fmul_rn(d[j][odd], scale[j][odd]);
+                    mine[row * COLUMN_STRIDE + 8] = __fmul_rn(d[j][2 + odd], scale[j][odd]);
                 }
         }
         __syncthreads();
         // Everybody adds some outputs up, segments in order. The other half of `sums` is free meanwhile.
-        const int count = min(per_turn, n_segments - first);
+        const int count = min(n_warps, n_segments - first);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
             const int index = threadIdx.x + j * blockDim.x;
@@ -108,10 +114,10 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
 // of a launch have one format.
 #define ENTRY(NAME, FORMAT, N, THREADS, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                             \
-        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out, int rounds) { \
+        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out) {         \
         int tile = blockIdx.x, p = 0;                                                                         \
         while (p + 1 < parts.n_parts && tile >= parts.part[p].n_tiles) tile -= parts.part[p++].n_tiles;       \
-        multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out, rounds);                               \
+        multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out);                                       \
     }
 
 #define ENTRIES(NAME, FORMAT, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
