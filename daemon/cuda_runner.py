@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Interrupt, Interrupted, Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
-from slotd.daemon.ops.cuda_batch import BatchLayout, Views, pack_prompt, pack_step
+from slotd.daemon.ops.cuda_batch import BatchLayout, PageAddresses, Views, pack_prompt, pack_step
 from slotd.daemon.ops.cuda_graphs import PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
@@ -144,13 +145,13 @@ class CudaRunner:
 
     def embed(self, rows: Rows) -> _Prompt:
         self._begin_call()
-        n, pages = len(rows), self._table_pages(rows)
-        layout = BatchLayout.for_prompt(n, sum(map(len, pages)), self._max_ctx)
+        n, addresses = len(rows), self._table_addresses(rows)
+        layout = BatchLayout.for_prompt(n, sum(len(k) for k, _ in addresses), self._max_ctx)
         buffer = self._memory.empty((layout.nbytes,), np.uint8)
         if layout.nbytes > len(self._staging.array):
             self._staging = PinnedBuffer(layout.nbytes)
         views = layout.views(self._staging.array)
-        packed = pack_prompt(layout, views, rows, [self._store.addresses(p) for p in pages], *self._row_bytes)
+        packed = pack_prompt(layout, views, rows, addresses, *self._row_bytes)
         self._stream.upload(buffer.data.ptr, self._staging, layout.nbytes)
         batch = DeviceBatch(layout, buffer.data.ptr, n, packed.n_entries)
         offset, shape, dtype = layout.fields["tokens"]
@@ -176,13 +177,12 @@ class CudaRunner:
 
     def step(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
         self._begin_call()
-        pages = self._table_pages(rows)
-        key = self._key(len(rows), pages)
+        addresses = self._table_addresses(rows)
+        key = self._key(len(rows), addresses)
         step = self._steps.get(key)
         fresh = step is None
         if step is None:
             step = self._new_step(key)
-        addresses = [self._store.addresses(p) for p in pages]
         pack_step(step.layout, step.views, rows, addresses, *self._row_bytes, self._attention.shape.per_group)
         if fresh:
             self._first_run(key, step)
@@ -209,10 +209,11 @@ class CudaRunner:
         rows: Logits = self._staging.array[:n_bytes].view(np.float32).reshape(n, -1).copy()
         return rows
 
-    def _key(self, n: int, pages: SequenceOf[list[int]]) -> Key:
-        longest = max(map(len, pages)) * PAGE
+    def _key(self, n: int, addresses: SequenceOf[PageAddresses]) -> Key:
+        pages = [len(k) for k, _ in addresses]
+        longest = max(pages) * PAGE
         context = next((b for b in CONTEXT_BUCKETS if longest <= b), self._max_ctx)
-        room, total = pages_for(context), sum(map(len, pages))
+        room, total = pages_for(context), sum(pages)
         while room < total:
             room *= 4
         return next(b for b in ROW_BUCKETS if b >= n), context, room
@@ -265,9 +266,12 @@ class CudaRunner:
     def _row_bytes(self) -> tuple[int, int]:
         return self._attention.shape.k_row_bytes, self._attention.shape.v_row_bytes
 
-    def _table_pages(self, rows: Rows) -> list[list[int]]:
-        """For each sequence the pages that hold its tokens and rows."""
-        return [
-            sequence.pages[: pages_for(len(sequence) + n)]
-            for sequence, n in zip(rows.sequences, row_counts(rows), strict=True)
-        ]
+    def _table_addresses(self, rows: Rows) -> list[PageAddresses]:
+        """For each sequence where the pages lie that hold its tokens and rows."""
+        counts = row_counts(rows) if len(rows) != len(rows.sequences) else repeat(1)
+        found: list[PageAddresses] = []
+        for sequence, n in zip(rows.sequences, counts, strict=False):
+            k, v = self._store.table_addresses(sequence.pages)
+            pages = pages_for(len(sequence) + n)
+            found.append((k[:pages], v[:pages]))
+        return found

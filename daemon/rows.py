@@ -70,6 +70,19 @@ class Rows:
         )
 
     @classmethod
+    def next_tokens(cls, sequences: SequenceOf[Sequence], tokens: SequenceOf[int]) -> Rows:
+        """One row behind the committed end of each sequence, logits wanted everywhere: plain decoding."""
+        n = len(tokens)
+        return cls(
+            tokens=np.array(tokens, dtype=np.int32),
+            sequences=tuple(sequences),
+            owner=np.arange(n, dtype=np.int32),
+            parents=np.full(n, COMMITTED_END, dtype=np.int32),
+            depths=np.zeros(n, dtype=np.int32),
+            logits=np.ones(n, dtype=np.bool_),
+        )
+
+    @classmethod
     def tree(cls, sequence: Sequence, tokens: SequenceOf[int], parents: SequenceOf[int]) -> Rows:
         """A tree behind the committed end, logits wanted everywhere.
 

@@ -316,7 +316,7 @@ class Scheduler:
         """One step of all jobs in one call. Returns those that have to be stepped alone."""
         n_committed, failure = 0, None
         try:
-            outputs = self._engine.forward(Rows.join([_next_row(job) for job in jobs]), Kind.STEP)
+            outputs = self._engine.forward(_next_rows(jobs), Kind.STEP)
             for row, job in enumerate(jobs):
                 self._engine.commit(job.running_sequence, [row])
                 n_committed += 1
@@ -339,7 +339,7 @@ class Scheduler:
             self._choose_or_fail(job, outputs, 0)
 
     def _compute_step(self, job: Job) -> Outputs:
-        outputs = self._engine.forward(_next_row(job), Kind.STEP)
+        outputs = self._engine.forward(_next_rows([job]), Kind.STEP)
         self._engine.commit(job.running_sequence, [0])
         return outputs
 
@@ -429,6 +429,6 @@ class Scheduler:
         }))  # fmt: skip
 
 
-def _next_row(job: Job) -> Rows:
-    """The token that was chosen last and is not computed yet."""
-    return Rows.chain(job.running_sequence, job.produced[-1:])
+def _next_rows(jobs: list[Job]) -> Rows:
+    """The tokens that were chosen last and are not computed yet."""
+    return Rows.next_tokens([job.running_sequence for job in jobs], [job.produced[-1] for job in jobs])

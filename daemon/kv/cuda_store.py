@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ from slotd.daemon.kv.page_storage import PageStorage, Place, StoredPages
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, pages_for
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops.page_layout import Bytes, PageLayout
+
+#: Page tables whose addresses are remembered: those of the rows of one step.
+MOST_TABLES = 64
 
 #: Addresses of K and of V, uint64 [2, n].
 Addresses = npt.NDArray[np.uint64]
@@ -63,6 +67,7 @@ class CudaPageStore(PageStorage):
         super().__init__(memory, n_layer, n_head_kv, head_dim, value_dim, k_type, v_type)
         self._copies = copies(memory, self.layout)
         self._segments: dict[int, Any] = {}
+        self._tables: OrderedDict[int, tuple[list[int], Addresses]] = OrderedDict()
         self._addresses: Addresses = np.zeros(
             (2, 0), dtype=np.uint64
         )  # by page; 0 = its segment is not there
@@ -70,6 +75,18 @@ class CudaPageStore(PageStorage):
     def addresses(self, pages: Sequence[int]) -> Addresses:
         """Where pages lie: uint64 [2, n], K and V of layer 0, head 0, place 0 (see `PageLayout`)."""
         found: Addresses = self._addresses[:, pages]
+        return found
+
+    def table_addresses(self, table: list[int]) -> Addresses:
+        """As `addresses`, of a page table that is asked for again and again and rarely changes."""
+        known = self._tables.get(id(table))
+        if known is not None and known[0] == table:
+            self._tables.move_to_end(id(table))
+            return known[1]
+        found = self.addresses(table)
+        self._tables[id(table)] = (table.copy(), found)
+        if len(self._tables) > MOST_TABLES:
+            self._tables.popitem(last=False)
         return found
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
@@ -81,6 +98,7 @@ class CudaPageStore(PageStorage):
         self._copies.settle()
 
     def _put_segment(self, number: int, block: Any) -> None:
+        self._tables.clear()  # the same pages, at other places
         end = (number + 1) * SEGMENT_PAGES
         if end > self._addresses.shape[1]:
             missing = np.zeros((2, end - self._addresses.shape[1]), dtype=np.uint64)

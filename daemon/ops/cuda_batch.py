@@ -190,6 +190,8 @@ def pack_step(
         ValueError: the call is larger than the layout.
     """
     n = len(rows)
+    if n == len(rows.sequences):
+        return _pack_next_tokens(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
     context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
     at_once = rows_at_once(layout.rows, per_group)
     ancestors, first_part = views["ancestors"], views["first_part"]
@@ -227,6 +229,56 @@ def pack_step(
     n_entries += len(tails)
     entries[n_entries:, 0] = INERT
     views["counts"][:] = (len(rows.sequences), n_entries, n, parts)
+    return Packed(n, n_entries, parts, context)
+
+
+def _pack_next_tokens(
+    layout: BatchLayout,
+    views: Views,
+    rows: Rows,
+    addresses: SequenceOf[PageAddresses],
+    k_row_bytes: int,
+    v_row_bytes: int,
+) -> Packed:
+    """As pack_step, for one row of each sequence: plain decoding, where the host has to be quick."""
+    n, entries = len(rows), views["entries"]
+    _check("rows", n, layout.rows)
+    for name, filler in (("tokens", 0), ("positions", -1), ("sequence", 0), ("write_k", 0), ("write_v", 0)):
+        if n < layout.rows:
+            views[name][n:] = filler
+    views["tokens"][:n] = rows.tokens
+    parts = n_entries = first_page = context = 0
+    for row, (sequence, (k, v)) in enumerate(zip(rows.sequences, addresses, strict=True)):
+        committed, n_pages = len(sequence), len(k)
+        tile, place = divmod(committed, TILE)
+        _check("pages", first_page + n_pages, layout.pages)
+        if tile >= n_pages:
+            raise ValueError(f"sequence {row}: {committed + 1} tokens, {n_pages} pages")
+        views["positions"][row] = views["committed"][row] = committed
+        views["sequence"][row] = views["first_row"][row] = row
+        views["n_rows"][row], views["first_page"][row] = 1, first_page
+        views["write_k"][row] = int(k[tile]) + place * k_row_bytes
+        views["write_v"][row] = int(v[tile]) + place * v_row_bytes
+        views["page_k"][first_page : first_page + n_pages] = k
+        views["page_v"][first_page : first_page + n_pages] = v
+        views["ancestors"][row, 0] = 0
+        n_shared = -(-tile // SPLIT_TILES)
+        views["first_part"][row], views["shared_parts"][row], views["tail_tile"][row] = parts, n_shared, tile
+        _check("entries of the work list", n_entries + n_shared + 1, layout.entries)
+        if n_shared:
+            _pack_splits(entries[n_entries : n_entries + n_shared], row, 1, first_page, tile, committed)
+        n_entries += n_shared
+        entries[n_entries] = (TAIL, row, 1, first_page, tile, 1, committed, n_shared)
+        n_entries += 1
+        parts += n_shared + 1
+        first_page += n_pages
+        context = max(context, committed + 1)
+    _check("positions", context, layout.context)
+    views["first_part"][n:] = parts
+    views["shared_parts"][n:] = 0
+    views["tail_tile"][n:] = 0
+    entries[n_entries:, 0] = INERT
+    views["counts"][:] = (n, n_entries, n, parts)
     return Packed(n, n_entries, parts, context)
 
 
