@@ -46,7 +46,6 @@ def examine(find_model: Callable[[], Path], open_client: Callable[[Path], Client
         "memory": memory(),
         "model": None,
         "backend": None,
-        "device": device(),
     }
     try:
         path = find_model()
@@ -59,6 +58,7 @@ def examine(find_model: Callable[[], Path], open_client: Callable[[Path], Client
     except (SlotdError, OSError) as error:
         code = exit_code(error) if isinstance(error, SlotdError) else EXIT_FAILED
         facts["self_test"] = {"ok": False, "error": str(error), "exit_code": code}
+    facts["device"] = device(facts["backend"] or {})
     return facts
 
 
@@ -93,11 +93,23 @@ def versions() -> Facts:
     }
 
 
-def device() -> Facts:
-    """The accelerator, or why there is none."""
+def device(backend: Mapping[str, Any]) -> Facts:
+    """The accelerator that the daemon computes on, or why there is none.
+
+    backend: what the daemon says of itself; empty when there is no daemon.
+    """
+    if "device" in backend:
+        return {"name": backend["device"], **{name: backend.get(name) for name in _DEVICE_FACTS}}
     if cupy_version() is None and importlib.util.find_spec("cupy") is None:
-        return {"name": None, "reason": "CuPy is not installed, so everything runs on NumPy"}
-    return {"name": None, "reason": "CuPy is installed; this version of slotd computes on NumPy only"}
+        reason = "CuPy is not installed, so everything runs on NumPy"
+    elif backend:
+        reason = "CuPy is installed; CUDA found no device, or --device said cpu"
+    else:
+        reason = "unknown: no daemon"
+    return {"name": None, "reason": reason}
+
+
+_DEVICE_FACTS = ("compute_capability", "driver", "memory_free", "memory_total")
 
 
 def cpu() -> Facts:
@@ -130,8 +142,11 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
         ("slotd", f"{versions['slotd']}, protocol {versions['protocol']}, Python {versions['python']}"),
         ("packages", ", ".join(f"{name} {versions[name]}" for name in ("numpy", "gguf", "tokenizers"))),
         ("CuPy", versions["cupy"] or "not installed"),
-        ("device", facts["device"]["name"] or f"none: {facts['device']['reason']}"),
-        ("backend", " ".join(map(str, backend.values())) if backend else "unknown: no daemon"),
+        ("device", _device_words(facts["device"])),
+        (
+            "backend",
+            f"{backend.get('name')}, math {backend.get('math')}" if backend else "unknown: no daemon",
+        ),
         ("CPU", f"{cpu['cores']} cores; BLAS {cpu['blas']}, threads: {cpu['blas_threads']}"),
         ("memory", f"{_gib(memory['available'])} available of {_gib(memory['total'])}"),
         ("model", model.get("path", "none")),
@@ -144,6 +159,14 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
         ]
     result = f"ok: {test['text']!r} in {test['seconds']} s" if test["ok"] else f"FAILED: {test['error']}"
     return [*shown, ("self-test", result)]
+
+
+def _device_words(device: Facts) -> str:
+    if device["name"] is None:
+        return f"none: {device['reason']}"
+    memory = f"{_gib(device['memory_free'])} free of {_gib(device['memory_total'])}"
+    capability, driver = device["compute_capability"], device["driver"]
+    return f"{device['name']}, compute capability {capability}, CUDA {driver}, {memory}"
 
 
 def _gib(count: int) -> str:

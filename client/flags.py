@@ -44,6 +44,7 @@ MODEL_FLAGS = (
     Flag(("--parallel",), "Most requests that run at once.", int, "N", positive=True),
     Flag(("--exact",), "The bits of an answer do not depend on what runs beside it. Slower.", switch=True),
     Flag(("--slots",), "Snapshot slots. Default: 8, or --prefix-slots.", int, "N", positive=True),
+    Flag(("--device",), "cpu, the number of a CUDA device, or auto.", metavar="DEVICE"),
     Flag(("--memory-limit",), "Most device memory, e.g. 4GiB.", metavar="SIZE"),
     Flag(
         ("--oom-policy",), "What running out of memory costs: ladder (as little as can be) or seed.",
@@ -103,6 +104,7 @@ class EngineArgs:
     prefill_pool_trim_tokens: int | None = None
     slot_dir: str | None = None
     slot_bytes: str | None = None
+    device: str | None = None
 
     def argv(self) -> list[str]:
         """Arguments for ``slotd daemon``."""
@@ -113,6 +115,7 @@ class EngineArgs:
         argv = [] if self.max_ctx is None else [f"--max-ctx={self.max_ctx}"]
         argv += [] if self.cache_type_k is None else ["-ctk", self.cache_type_k]
         argv += [] if self.cache_type_v is None else ["-ctv", self.cache_type_v]
+        argv += [] if self.device is None else [f"--device={self.device}"]
         return argv + (["--exact"] if self.exact else [])
 
     def _sizing(self) -> list[str]:

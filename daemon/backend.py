@@ -100,6 +100,7 @@ class Backend(Protocol):
         memory: the ledger of the device.
         ops: what models are written with.
         kv_type: the default type of K and V.
+        chunk: the default length of a prefill piece, tokens.
         logits_on_device: whether `keep_logits` takes device memory.
     """
 
@@ -113,6 +114,8 @@ class Backend(Protocol):
     def ops(self) -> Ops: ...
     @property
     def kv_type(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
     @property
     def logits_on_device(self) -> bool: ...
 

@@ -32,14 +32,15 @@ KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
 
 #: Where a flag of the source or of a later version has no effect yet, and why.
 NO_DRAFT = "drafts and speculation are not in this version"
-NO_DEVICE_CHOICE = "the NumPy backend has no devices to choose from"
+NO_DEVICE_CHOICE = "--device chooses the device"
 NO_WINDOW = "full attention is used; sliding windows are not in this version"
 
 INACTIVE_FLAGS = {
     **dict.fromkeys(("fast_rollback", "seq_verify", "ddtree", "ddtree_no_chain_seed"), NO_DRAFT),
     **dict.fromkeys(("ddtree_budget", "ddtree_temp", "draft_swa", "draft_ctx_max"), NO_DRAFT),
     "fa_window": NO_WINDOW,
-    **dict.fromkeys(("target_gpu", "draft_gpu"), NO_DEVICE_CHOICE),
+    "target_gpu": NO_DEVICE_CHOICE,
+    "draft_gpu": NO_DRAFT,
 }
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -128,10 +129,8 @@ def main() -> None:
 @click.option(
     "--chunk",
     type=int,
-    default=128,
-    show_default=True,
     envvar="SLOTD_CHUNK",
-    help="Longest prefill piece, in tokens.",
+    help="Longest prefill piece, in tokens [default: 2048 on a GPU, 128 on the CPU].",
 )
 @click.option(
     "-np",
@@ -168,19 +167,15 @@ def main() -> None:
     "-ctk",
     "--cache-type-k",
     "k_type",
-    default="f32",
-    show_default=True,
     envvar="SLOTD_CACHE_TYPE_K",
-    help=f"Type of cached keys: {KV_TYPES}.",
+    help=f"Type of cached keys: {KV_TYPES} [default: f16 on a GPU, f32 on the CPU].",
 )
 @click.option(
     "-ctv",
     "--cache-type-v",
     "v_type",
-    default="f32",
-    show_default=True,
     envvar="SLOTD_CACHE_TYPE_V",
-    help=f"Type of cached values: {KV_TYPES}.",
+    help=f"Type of cached values: {KV_TYPES} [default: as for keys].",
 )
 @click.option(
     "--exact",
@@ -216,7 +211,29 @@ def main() -> None:
     "waits for the device and makes it set up its buffers again: below some thousand tokens it costs time. "
     "Never run with several devices or with a virtual-memory pool (there it does nothing).",
 )
-@click.option("--backend", default="auto", show_default=True, envvar="SLOTD_BACKEND", help="auto or numpy.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    envvar="SLOTD_DEVICE",
+    metavar="DEVICE",
+    help="Where to compute: cpu, the number of a CUDA device, or auto: the first of them if there is one.",
+)
+@click.option(
+    "--backend",
+    default="auto",
+    show_default=True,
+    envvar="SLOTD_BACKEND",
+    help="auto, cuda or numpy: what --device must lead to.",
+)
+@click.option(
+    "--pool",
+    default="legacy",
+    show_default=True,
+    envvar="SLOTD_POOL",
+    metavar="POOL",
+    help="What keeps freed memory of a CUDA device: legacy (CuPy's pool) or vmm (the driver's).",
+)
 @click.option(
     "--stream-fd", metavar="FD", help="Inherited descriptor for token ids, or - for [tok] lines on stdout."
 )
@@ -334,8 +351,6 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         raise ConfigError(
             "no model: give TARGET, -m FILE or SLOTD_MODEL (`slotd fetch` gets the default one)"
         )
-    if flags["backend"] not in ("auto", "numpy"):
-        raise ConfigError(f"--backend {flags['backend']!r}: this version has numpy only (auto chooses it)")
     stream_fd, limit = flags["stream_fd"], flags["memory_limit"]
     slot_dir, slot_bytes = flags["slot_dir"], flags["slot_bytes"]
     trim_tokens = flags["trim_tokens"]
@@ -346,6 +361,7 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
     return Config(
         model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
         slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
+        device=device_for(flags["backend"], flags["device"]), pool=flags["pool"],
         memory_limit=None if limit is None else parse_size("--memory-limit", limit),
         slot_dir=Path(slot_dir) if slot_dir else None,
         slot_bytes=None if slot_bytes is None else parse_size("--slot-bytes", slot_bytes),
@@ -355,6 +371,21 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         host_cache=parse_host_cache(flags["host_cache"]), trim_tokens=trim_tokens,
         state_dir=flags["state_dir"], inactive=collect_inactive(draft, flags),
     )  # fmt: skip
+
+
+def device_for(backend: str, device: str) -> str:
+    """The device that `--device` and `--backend` mean together.
+
+    Raises:
+        ConfigError: an unknown backend, or one that the device does not belong to.
+    """
+    if backend not in ("auto", "cuda", "numpy"):
+        raise ConfigError(f"--backend {backend[:40]!r}: must be auto, cuda or numpy")
+    if (backend == "numpy" and device not in ("auto", "cpu")) or (backend == "cuda" and device == "cpu"):
+        raise ConfigError(f"--backend {backend} does not compute on --device {device}")
+    if device != "auto":
+        return device
+    return {"auto": "auto", "cuda": "0", "numpy": "cpu"}[backend]
 
 
 def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive, ...]:

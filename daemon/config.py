@@ -20,6 +20,9 @@ MAX_CTX_LIMIT = 1 << 24
 #: Largest number of slots, as in the source.
 MAX_SLOTS = 64
 
+#: What keeps freed blocks of device memory (`--pool`).
+POOLS = ("legacy", "vmm")
+
 OOM_POLICIES = ("ladder", "seed")
 
 #: Largest trim interval, in tokens.
@@ -50,10 +53,12 @@ class Config:
     Attributes:
         model: path of the target GGUF.
         max_ctx: positions per sequence; None = the model's own length.
-        chunk: longest prefill piece, tokens.
+        chunk: longest prefill piece, tokens; None = what suits the device.
         parallel: most requests that run at once.
         slots: snapshot slots.
-        k_type, v_type: K/V cache types.
+        k_type, v_type: K/V cache types; None = what suits the device.
+        device: auto (a CUDA device if there is one), cpu, or the number of a CUDA device.
+        pool: what keeps freed device memory: legacy or vmm.
         exact: a row's bits do not depend on its neighbours.
         memory_limit: bytes of device memory, None = no limit.
         stream_fd: descriptor of the token stream, "-" = lines on stdout, None = none.
@@ -71,11 +76,13 @@ class Config:
 
     model: Path
     max_ctx: int | None = None
-    chunk: int = 128
+    chunk: int | None = None
     parallel: int = 4
     slots: int = 8
-    k_type: str = "f32"
-    v_type: str = "f32"
+    k_type: str | None = None
+    v_type: str | None = None
+    device: str = "auto"
+    pool: str = "legacy"
     exact: bool = False
     memory_limit: int | None = None
     stream_fd: int | str | None = None
@@ -93,7 +100,12 @@ class Config:
     def __post_init__(self) -> None:
         if self.max_ctx is not None:
             check_range("--max-ctx", self.max_ctx, 2, MAX_CTX_LIMIT)
-        check_range("--chunk", self.chunk, 1, 1 << 20)
+        if self.chunk is not None:
+            check_range("--chunk", self.chunk, 1, 1 << 20)
+        if not re.fullmatch(r"auto|cpu|\d{1,4}", self.device, re.ASCII):
+            raise ConfigError(f"--device {self.device[:40]!r}: must be auto, cpu or the number of a device")
+        if self.pool not in POOLS:
+            raise ConfigError(f"--pool {self.pool[:40]!r}: must be {' or '.join(POOLS)}")
         check_range("--parallel", self.parallel, 1, 64)
         check_range("--slots", self.slots, 1, MAX_SLOTS)
         check_range("--prefill-pool-trim-tokens", self.trim_tokens, 0, MAX_TRIM_TOKENS)

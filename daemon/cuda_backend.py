@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from slotd.daemon.backend import Logits
 from slotd.daemon.cuda_runner import CudaRunner
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.page_storage import PageStorage
+from slotd.daemon.memory.cuda_device import describe
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.registry import load_model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceLimits
@@ -30,6 +33,7 @@ class CudaBackend:
     name = "cuda"
     math = "exact"
     kv_type = "f16"
+    chunk = 2048
     logits_on_device = False
 
     def __init__(self, memory: CudaMemory) -> None:
@@ -43,11 +47,12 @@ class CudaBackend:
         self._shape = AttentionShape(h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type)
         self._shape.check()
         return CudaPageStore(
-            CudaPages, self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim,
-            kv_type(k_type), kv_type(v_type),
+            partial(CudaPages, stream=self.stream), self.memory, h.n_layer, h.n_head_kv, h.head_dim,
+            h.value_dim, kv_type(k_type), kv_type(v_type),
         )  # fmt: skip
 
-    def load_model(self, file: ModelFile, store: CudaPageStore, max_ctx: int) -> CudaRunner:
+    def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> CudaRunner:
+        assert isinstance(store, CudaPageStore)
         self.stream.use()
         try:
             model = load_model(file, self.ops, max_ctx)
@@ -60,6 +65,4 @@ class CudaBackend:
         return logits.copy()
 
     def report(self) -> Mapping[str, Any]:
-        p = self._properties
-        return {"name": self.name, "math": self.math, "device": p["name"].decode(),
-                "compute_capability": f"{p['major']}.{p['minor']}"}  # fmt: skip
+        return {"name": self.name, "math": self.math, **describe()}

@@ -35,6 +35,7 @@ class NumpyBackend:
 
     name = "numpy"
     kv_type = "f32"
+    chunk = 128
     logits_on_device = True
 
     def __init__(self, memory: DeviceMemory | None = None, exact: bool = False) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slotd.daemon.config import Config
+from slotd.daemon.device_backend import open_backend
 from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
 from slotd.daemon.front import Front
@@ -19,9 +20,8 @@ from slotd.daemon.kv.host_tier import default_budget
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Emit, Finished, Flags, State, Stop, Submit, ToFront
 from slotd.daemon.loop import Loop
-from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
+from slotd.daemon.memory import Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import EMBED
-from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
@@ -51,11 +51,11 @@ def build_engine(config: Config) -> Engine:
     if max_ctx > model.hyper.n_ctx_train:
         log.warning("--max-ctx %d is beyond the %d positions the model was trained for; answers may degrade",
                     max_ctx, model.hyper.n_ctx_train)  # fmt: skip
-    memory = DeviceMemory(config.memory_limit, Faults.parse(os.environ.get("SLOTD_FAULT")))
+    backend = open_backend(config, Faults.parse(os.environ.get("SLOTD_FAULT")))
     try:
         engine = Engine(
             model,
-            NumpyBackend(memory, config.exact),
+            backend,
             max_ctx=max_ctx,
             k_type=config.k_type,
             v_type=config.v_type,
@@ -63,10 +63,12 @@ def build_engine(config: Config) -> Engine:
             host_cache=default_budget() if config.host_cache is None else config.host_cache,
         )
     except OutOfDeviceMemory as error:
-        needed = FLOAT32_BYTES * model.n_parameters
-        limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "this machine's memory"
+        limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "the device's memory"
+        needed = "the weights"
+        if backend.name == "numpy":
+            needed = f"the weights need {FLOAT32_BYTES * model.n_parameters} bytes as float32"
         raise ConfigError(
-            f"{config.model}: the weights need {needed} bytes as float32; {limit} had {error.free} left"
+            f"{config.model}: {needed} do not fit; {limit} had {error.free} bytes left"
         ) from error
     log.info("%s loaded in %.1f s", config.model, time.monotonic() - began)
     return engine
@@ -175,9 +177,9 @@ def _scheduler(
     store: SlotStore | None = None,
 ) -> Scheduler:  # fmt: skip
     return Scheduler(
-        engine, deliver, chunk=config.chunk, parallel=config.parallel, max_stall=config.max_stall,
-        eos_ids=frozenset(engine.hyper.stop_ids), policy=policy, trim_tokens=config.trim_tokens,
-        slot_store=store,
+        engine, deliver, chunk=config.chunk or engine.backend.chunk, parallel=config.parallel,
+        max_stall=config.max_stall, eos_ids=frozenset(engine.hyper.stop_ids), policy=policy,
+        trim_tokens=config.trim_tokens, slot_store=store,
     )  # fmt: skip
 
 
@@ -197,14 +199,14 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
         "max_ctx": engine.max_ctx,
         "slots": config.slots,
         "kv": {
-            "k": config.k_type, "v": config.v_type, "window": 0,
+            "k": engine.k_type, "v": engine.v_type, "window": 0,
             "bytes_per_token": engine.store.bytes_per_token,
         },
         "slot_dir": store and {
             "path": str(config.slot_dir), "budget": config.slot_bytes, "read_only": store.read_only
         },
         "parallel": config.parallel,
-        "chunk": config.chunk,
+        "chunk": config.chunk or engine.backend.chunk,
         "limits": {"max_line": config.max_line, "memory": config.memory_limit},
         "effective": _effective(config, engine),
         "oom_policy": config.oom_policy,

@@ -72,8 +72,12 @@ class CudaPageStore(PageStorage):
             (2, 0), dtype=np.uint64
         )  # by page; 0 = its segment is not there
 
-    def addresses(self, pages: Sequence[int]) -> Addresses:
-        """Where pages lie: uint64 [2, n], K and V of layer 0, head 0, place 0 (see `PageLayout`)."""
+    def addresses(self, pages: Sequence[int]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Where pages lie: K and V of layer 0, head 0, place 0, uint64 [n] each (see `PageLayout`)."""
+        k, v = self._at(pages)
+        return k, v
+
+    def _at(self, pages: Sequence[int]) -> Addresses:
         found: Addresses = self._addresses[:, pages]
         return found
 
@@ -118,7 +122,7 @@ class CudaPageStore(PageStorage):
 
     def _relocate(self, moves: dict[int, int]) -> None:
         if moves:
-            sources, targets = self.addresses(list(moves)), self.addresses(list(moves.values()))
+            sources, targets = self._at(list(moves)), self._at(list(moves.values()))
             self._copies.copy(sources, targets, PAGE)
             self._copies.settle()
 
@@ -128,31 +132,31 @@ class CudaPageStore(PageStorage):
         return  # the kernels read no place behind a row's position
 
     def copy(self, source: int, target: int, n: int) -> None:
-        self._copies.copy(self.addresses([source]), self.addresses([target]), n)
+        self._copies.copy(self._at([source]), self._at([target]), n)
 
     def move(self, sources: Sequence[Place], targets: Sequence[Place]) -> None:
         self._copies.move(self._places(sources), self._places(targets))
 
     def read_page(self, page: int, n: int, buffer: memoryview) -> None:
-        self._copies.read_page(self.addresses([page]), n, buffer)
+        self._copies.read_page(self._at([page]), n, buffer)
 
     def write_page(self, page: int, n: int, data: memoryview) -> None:
-        self._copies.write_page(self.addresses([page]), n, data)
+        self._copies.write_page(self._at([page]), n, data)
 
     def read(self, pages: Sequence[int], n_tokens: int) -> StoredPages:
         n_blocks = -(-len(pages) // self._copies.pages_per_block)
         blocks = tuple(self._copies.host_block() for _ in range(n_blocks))
         self._copies.settle()
-        self._copies.read(self.addresses(pages), blocks)
+        self._copies.read(self._at(pages), blocks)
         return StoredPages(self.layout, blocks, n_tokens)
 
     def write(self, pages: Sequence[int], stored: StoredPages) -> None:
         assert len(pages) == pages_for(stored.n_tokens)
         self._copies.settle()
-        self._copies.write(self.addresses(pages), stored.blocks)
+        self._copies.write(self._at(pages), stored.blocks)
 
     def _places(self, places: Sequence[Place]) -> Addresses:
         pages, offsets = np.array(places, dtype=np.int64).reshape(-1, 2).T
         rows = np.array([[self.layout.k_row], [self.layout.v_row]], dtype=np.uint64)
-        found: Addresses = self.addresses(pages.tolist()) + rows * offsets.astype(np.uint64)
+        found: Addresses = self._at(pages.tolist()) + rows * offsets.astype(np.uint64)
         return found

@@ -31,6 +31,11 @@ class Stream:
     def __init__(self) -> None:
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
+    @property
+    def ptr(self) -> int:
+        """Its address, as launches and events take it."""
+        return int(self._stream.ptr)
+
     def use(self) -> None:
         """Work of this thread goes here from now on."""
         self._stream.use()

@@ -55,17 +55,19 @@ class CudaPages:
     Args:
         memory: the ledger.
         layout: of the pages.
+        stream: where the engine computes (anything with its address as `ptr`); default: the current one.
 
     Raises:
         OutOfDeviceMemory: no room for what goes between device and host at once.
     """
 
-    def __init__(self, memory: Ledger, layout: PageLayout) -> None:
+    def __init__(self, memory: Ledger, layout: PageLayout, stream: Any = None) -> None:
         self._layout = layout
         self._wide_rows = layout.k_row % WIDE == layout.v_row % WIDE == 0
         self._per_transfer = min(MOST_ENTRIES, max(1, STAGING_BYTES // layout.page_bytes))
         self._staging = memory.empty((self._per_transfer * layout.page_bytes,), np.uint8)
         self._pinned = _pinned(layout.page_bytes)
+        self._compute = stream
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._settled = cupy.cuda.Event(disable_timing=True)
         self._lock = threading.Lock()
@@ -90,7 +92,7 @@ class CudaPages:
 
     def settle(self) -> None:
         """What was enqueued until now is seen by `read`, and done when `write` overwrites what it reads."""
-        self._settled.record()
+        self._settled.record(self._compute)
 
     # ----- inside the device
 
@@ -115,9 +117,9 @@ class CudaPages:
             part = slice(start, start + MOST_ENTRIES)
             entries, count = _entries(sources[:, part], targets[:, part])
             grid = (layout.n_layer * layout.n_head_kv, count, 2)
-            copy.launch(grid, THREADS, (entries, *steps), stream=stream)
+            copy.launch(grid, THREADS, (entries, *steps), stream=stream or self._compute)
 
-    def pages_move(self, sources: Addresses, targets: Addresses, stream: Any = None) -> None:
+    def pages_move(self, sources: Addresses, targets: Addresses) -> None:
         """The rows of tokens in all heads and layers. Enqueued.
 
         Raises:
@@ -130,7 +132,7 @@ class CudaPages:
         move = kernel("pages_move_wide" if self._wide_rows else "pages_move_narrow")
         args = (entries, _steps(layout.in_segment), count, layout.n_head_kv, layout.k_row, layout.v_row)
         held = count * max(layout.k_row, layout.v_row)
-        move.launch((layout.n_layer * layout.n_head_kv, 2), THREADS, args, smem=held, stream=stream)
+        move.launch((layout.n_layer * layout.n_head_kv, 2), THREADS, args, smem=held, stream=self._compute)
 
     # ----- to the host and back; from any thread, done when they return
 

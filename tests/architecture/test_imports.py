@@ -40,7 +40,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
     + ("inline_snapshots", "job", "next_token", "retained"),
     ("engine",),
+    ("device_backend",),
     ("numpy_backend", "cuda_backend"),
+    ("cuda_runner",),
     ("backend",),
     ("models", "kv", "sampling"),
     ("ops",),
@@ -62,6 +64,8 @@ ENGINE = (
         "backend",
         "numpy_backend",
         "cuda_backend",
+        "cuda_runner",
+        "device_backend",
     ),
     *("models", "kv", "sampling", "ops", "memory"),
 )

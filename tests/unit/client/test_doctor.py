@@ -76,9 +76,23 @@ def test_no_daemon_and_no_model_are_facts(model: Path, capsys: pytest.CaptureFix
     assert facts["model"] is None
 
 
-def test_the_device_line_follows_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = {"name": "numpy"}
     monkeypatch.setattr(doctor, "cupy_version", lambda: "13.0")
-    assert "NumPy only" in doctor.device()["reason"]
+    assert "found no device" in doctor.device(numpy)["reason"]
+    assert "no daemon" in doctor.device({})["reason"]
     monkeypatch.setattr(doctor, "cupy_version", lambda: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in doctor.device()["reason"]
+    assert "not installed" in doctor.device(numpy)["reason"]
+
+
+def test_the_device_of_the_daemon(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(five)
+    client.hello["backend"] = {
+        "name": "cuda", "math": "exact", "device": "NVIDIA H200", "compute_capability": "9.0",
+        "driver": "13.0", "memory_free": 100 << 30, "memory_total": 140 << 30,
+    }  # fmt: skip
+    assert doctor.run(lambda: model, lambda path: client, as_json=False) == 0
+    printed = capsys.readouterr().out
+    assert "NVIDIA H200, compute capability 9.0, CUDA 13.0, 100.0 GiB free of 140.0 GiB" in printed
+    assert "cuda, math exact" in printed

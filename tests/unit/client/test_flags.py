@@ -82,6 +82,7 @@ def test_engine_flags() -> None:
             "prefill_pool_trim_tokens": 0,
             "slot_dir": "d",
             "slot_bytes": "2GiB",
+            "device": "cpu",
             "model": "ignored",
         }
     )
@@ -91,6 +92,7 @@ def test_engine_flags() -> None:
         "f16",
         "-ctv",
         "f32",
+        "--device=cpu",
         "--exact",
         "--chunk=8",
         "--parallel=2",
@@ -102,4 +104,4 @@ def test_engine_flags() -> None:
         "--slot-dir=d",
         "--slot-bytes=2GiB",
     ]
-    assert engine.deciding() == ["--max-ctx=64", "-ctk", "f16", "-ctv", "f32", "--exact"]
+    assert engine.deciding() == ["--max-ctx=64", "-ctk", "f16", "-ctv", "f32", "--device=cpu", "--exact"]

@@ -19,7 +19,8 @@ from slotd.protocol.errors import ConfigError
 FLAGS: dict[str, Any] = {
     "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
     "slot_dir": None, "slot_bytes": None,
-    "chunk": 128, "parallel": 4, "slots": 8, "k_type": "f32", "v_type": "f32", "exact": False,
+    "chunk": None, "parallel": 4, "slots": 8, "k_type": None, "v_type": None, "exact": False,
+    "device": "auto", "pool": "legacy",
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
     "host_cache": None, "trim_tokens": None, "state_dir": None,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
@@ -92,7 +93,12 @@ def test_the_word_beats_the_flag_for_the_model() -> None:
     ("flags", "message"),
     [
         ({"model": None}, "no model: give TARGET"),
-        ({"backend": "cuda"}, "--backend 'cuda'"),
+        ({"backend": "opencl"}, "--backend 'opencl'"),
+        ({"device": "gpu"}, "--device 'gpu'"),
+        ({"device": "-1"}, "--device '-1'"),
+        ({"backend": "cuda", "device": "cpu"}, "--backend cuda does not compute on --device cpu"),
+        ({"backend": "numpy", "device": "0"}, "--backend numpy does not compute on --device 0"),
+        ({"pool": "own"}, "--pool 'own'"),
         ({"memory_limit": "lots"}, "--memory-limit 'lots'"),
         ({"max_line": "long"}, "--max-line 'long'"),
         ({"stream_fd": "2"}, "--stream-fd '2'"),
@@ -180,12 +186,24 @@ def test_every_flag_arrives(configs: list[Any]) -> None:
     argv = "-c 512 --chunk 64 -np 2 --slots 3 -ctk f16 -ctv f16 --exact --memory-limit 1g --stream-fd -"
     argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
     argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512 --state-dir run"
+    argv += " --device cpu --pool vmm"
     assert invoke("daemon", *argv.split()).exit_code == 0
     assert configs[0][0] == Config(
         model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
         exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
-        oom_policy="seed", host_cache=1 << 20, trim_tokens=512, state_dir="run",
+        oom_policy="seed", host_cache=1 << 20, trim_tokens=512, state_dir="run", device="cpu", pool="vmm",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "meant"),
+    [
+        ("auto", "auto", "auto"), ("auto", "cpu", "cpu"), ("auto", "2", "2"), ("numpy", "auto", "cpu"),
+        ("numpy", "cpu", "cpu"), ("cuda", "auto", "0"), ("cuda", "3", "3"),
+    ],
+)  # fmt: skip
+def test_backend_and_device_together(backend: str, device: str, meant: str) -> None:
+    assert make_config("m", None, FLAGS | {"backend": backend, "device": device}).device == meant
 
 
 @pytest.mark.parametrize("flag", ["--max-concurrency", "--parallel", "-np"])

@@ -68,14 +68,14 @@ def test_segments_come_and_go() -> None:
     pages = store(memory)
     table = pages.allocate(3 * SEGMENT_PAGES)
     middle = table[SEGMENT_PAGES : 2 * SEGMENT_PAGES]
-    kept = pages.addresses(table[-1:]).tolist()
+    kept = pages._at(table[-1:]).tolist()
     pages.pages.release(middle)
     assert pages.trim() == pages.segment_bytes
     assert memory.live("kv") == 2 * pages.segment_bytes
-    assert not pages.addresses(middle).any()
-    assert pages.addresses(table[-1:]).tolist() == kept
+    assert not pages._at(middle).any()
+    assert pages._at(table[-1:]).tolist() == kept
     assert pages.allocate(SEGMENT_PAGES) == middle
-    assert pages.addresses(middle).all()
+    assert pages._at(middle).all()
 
 
 def test_without_room_nothing_changes() -> None:
