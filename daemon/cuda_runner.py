@@ -271,7 +271,7 @@ class CudaRunner:
         counts = row_counts(rows) if len(rows) != len(rows.sequences) else repeat(1)
         found: list[PageAddresses] = []
         for sequence, n in zip(rows.sequences, counts, strict=False):
-            k, v = self._store.table_addresses(sequence.pages)
+            k, v = self._store.addresses(sequence.pages)
             pages = pages_for(len(sequence) + n)
             found.append((k[:pages], v[:pages]))
         return found

@@ -67,31 +67,29 @@ class CudaPageStore(PageStorage):
         super().__init__(memory, n_layer, n_head_kv, head_dim, value_dim, k_type, v_type)
         self._copies = copies(memory, self.layout)
         self._segments: dict[int, Any] = {}
-        self._tables: OrderedDict[int, tuple[list[int], Addresses]] = OrderedDict()
+        self._tables: OrderedDict[int, tuple[list[int], tuple[Addresses, Addresses]]] = OrderedDict()
         self._addresses: Addresses = np.zeros(
             (2, 0), dtype=np.uint64
         )  # by page; 0 = its segment is not there
-
-    def addresses(self, pages: Sequence[int]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Where pages lie: K and V of layer 0, head 0, place 0, uint64 [n] each (see `PageLayout`)."""
-        k, v = self._at(pages)
-        return k, v
 
     def _at(self, pages: Sequence[int]) -> Addresses:
         found: Addresses = self._addresses[:, pages]
         return found
 
-    def table_addresses(self, table: list[int]) -> Addresses:
-        """As `addresses`, of a page table that is asked for again and again and rarely changes."""
+    def addresses(self, table: list[int]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Where pages lie: K and V of layer 0, head 0, place 0, uint64 [n] each (see `PageLayout`).
+
+        A table is asked for at every step and rarely changes: what was found is remembered.
+        """
         known = self._tables.get(id(table))
         if known is not None and known[0] == table:
             self._tables.move_to_end(id(table))
             return known[1]
-        found = self.addresses(table)
-        self._tables[id(table)] = (table.copy(), found)
+        k, v = self._at(table)
+        self._tables[id(table)] = (table.copy(), (k, v))
         if len(self._tables) > MOST_TABLES:
             self._tables.popitem(last=False)
-        return found
+        return k, v
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
         pages = super().allocate(n, after)

@@ -189,9 +189,22 @@ def pack_step(
     Raises:
         ValueError: the call is larger than the layout.
     """
-    n = len(rows)
-    if n == len(rows.sequences):
+    if len(rows) == len(rows.sequences):
         return _pack_next_tokens(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
+    return _pack_trees(layout, views, rows, addresses, k_row_bytes, v_row_bytes, per_group)
+
+
+def _pack_trees(
+    layout: BatchLayout,
+    views: Views,
+    rows: Rows,
+    addresses: SequenceOf[PageAddresses],
+    k_row_bytes: int,
+    v_row_bytes: int,
+    per_group: int,
+) -> Packed:
+    """As pack_step, for any rows."""
+    n = len(rows)
     context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
     at_once = rows_at_once(layout.rows, per_group)
     ancestors, first_part = views["ancestors"], views["first_part"]
@@ -248,6 +261,7 @@ def _pack_next_tokens(
             views[name][n:] = filler
     views["tokens"][:n] = rows.tokens
     parts = n_entries = first_page = context = 0
+    tails: list[tuple[int, ...]] = []
     for row, (sequence, (k, v)) in enumerate(zip(rows.sequences, addresses, strict=True)):
         committed, n_pages = len(sequence), len(k)
         tile, place = divmod(committed, TILE)
@@ -264,16 +278,17 @@ def _pack_next_tokens(
         views["ancestors"][row, 0] = 0
         n_shared = -(-tile // SPLIT_TILES)
         views["first_part"][row], views["shared_parts"][row], views["tail_tile"][row] = parts, n_shared, tile
-        _check("entries of the work list", n_entries + n_shared + 1, layout.entries)
+        _check("entries of the work list", n_entries + n_shared + len(tails) + 1, layout.entries)
         if n_shared:
             _pack_splits(entries[n_entries : n_entries + n_shared], row, 1, first_page, tile, committed)
         n_entries += n_shared
-        entries[n_entries] = (TAIL, row, 1, first_page, tile, 1, committed, n_shared)
-        n_entries += 1
+        tails.append((TAIL, row, 1, first_page, tile, 1, committed, n_shared))
         parts += n_shared + 1
         first_page += n_pages
         context = max(context, committed + 1)
     _check("positions", context, layout.context)
+    entries[n_entries : n_entries + n] = tails
+    n_entries += n
     views["first_part"][n:] = parts
     views["shared_parts"][n:] = 0
     views["tail_tile"][n:] = 0

@@ -1,4 +1,4 @@
-"""kernels/linear.cu and linear_prompt.cu: right, and the same bits for a row however many stand beside it."""
+"""kernels/linear.cu: right, and the same bits for a row however many stand beside it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,14 @@ import numpy as np
 import pytest
 
 from slotd.daemon.ops import cuda_linear, cuda_prepare
-from slotd.daemon.ops.cuda_weights import WeightLoader
 from tests.bench.random_blocks import TYPES
-from tests.gpu.blocks import RowsFile, random_rows, values_of
+from tests.gpu.linear_rig import outlier_rows, product, weights
 
-COUNTS = (1, 2, 7, 8, 9, 16, 23, 24, 32, 33, 64, 65, 128, 200)
-
-
-def weights(memory, types, n_rows, n_in) -> tuple:
-    tensors = {f"w{i}": (t, random_rows(t, n_rows, n_in, seed=i)) for i, t in enumerate(types)}
-    matrix = WeightLoader(memory).matrix(RowsFile(tensors), *tensors)
-    return matrix, np.concatenate([values_of(t, rows) for t, rows in tensors.values()])
-
-
-def product(memory, x, matrix) -> np.ndarray:
-    y = memory.empty((len(x), matrix.n_out))
-    cuda_linear.multiply(cuda_prepare.prepare(memory, cupy.asarray(x)), matrix, y, add=False)
-    return y.get()
-
-
-def outlier_rows(n, n_in, seed=0) -> np.ndarray:
-    x = np.random.default_rng(seed).standard_normal((n, n_in)).astype(np.float32)
-    x[:, 3] *= 1000
-    return x
+COUNTS = (1, 2, 7, 8, 9, 16, 23, 24, 32, 33, 64)
 
 
 @pytest.mark.parametrize("type_name", TYPES)
-@pytest.mark.parametrize("n", [1, 9, 23, 64, 130])
+@pytest.mark.parametrize("n", [1, 9, 23, 64])
 def test_product_against_float64(memory, type_name, n) -> None:
     matrix, values = weights(memory, [type_name], 200, 2304)
     x = np.random.default_rng(n).standard_normal((n, 2304)).astype(np.float32)
@@ -70,7 +51,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_warps(memory, monkeypatch) ->
 
 def test_rows_that_are_not_finite_do_not_touch_the_others(memory) -> None:
     matrix, _ = weights(memory, ["Q4_K"], 64, 1024)
-    for n in (8, 64, 130):
+    for n in (8, 64):
         x = outlier_rows(n, 1024)
         clean = product(memory, x, matrix)
         x[1::2] = np.nan
@@ -79,7 +60,7 @@ def test_rows_that_are_not_finite_do_not_touch_the_others(memory) -> None:
         assert np.isnan(dirty[1::2]).all()
 
 
-@pytest.mark.parametrize("n", [3, 64, 100])
+@pytest.mark.parametrize("n", [3, 64])
 def test_parts_of_several_types_and_sums(memory, n) -> None:
     matrix, _ = weights(memory, ["Q4_K", "Q8_0", "Q6_K"], 40, 512)  # 40: the last tile is not full
     x = np.random.default_rng(9).standard_normal((n, 512)).astype(np.float32)

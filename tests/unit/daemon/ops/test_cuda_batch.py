@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
+from slotd.daemon.ops import cuda_batch
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.cuda_batch import (
     GATHERED,
@@ -135,6 +136,20 @@ def test_every_row_and_tile_is_worked_on_once(committed: int, n: int, per_group:
         assert set(numbers) == set(range(first_part[row + 1] - first_part[row]))
         assert int(views["tail_tile"][row]) == committed // TILE
         assert int(views["shared_parts"][row]) == -(-(committed // TILE) // 8)
+
+
+@pytest.mark.parametrize("lengths", [[0], [63], [64], [5000], [0, 512, 575, 7000]])
+@pytest.mark.parametrize("bucket", [4, 16])
+def test_plain_decoding_is_packed_like_any_other_step(lengths: list[int], bucket: int) -> None:
+    rows = Rows.next_tokens([sequence(n) for n in lengths], list(range(7, 7 + len(lengths))))
+    addresses = [pages(n // TILE + 1, n) for n in lengths]
+    layout = BatchLayout.for_steps(bucket, sum(len(k) for k, _ in addresses), 8192, 5)
+    results = []
+    for pack_one in (cuda_batch._pack_next_tokens, lambda *args: cuda_batch._pack_trees(*args, 5)):
+        views = layout.views(np.zeros(layout.nbytes, np.uint8))
+        packed = pack_one(layout, views, rows, addresses, K_BYTES, V_BYTES)
+        results.append((packed, {name: array.tolist() for name, array in views.items()}))
+    assert results[0] == results[1]
 
 
 def test_the_narrow_kernel_takes_16_queries() -> None:
