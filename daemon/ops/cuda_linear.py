@@ -98,7 +98,7 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         parts = [part for part in weight.parts if part.format == form]
         chosen = kernel(f"linear_{form.name}_{group}")
         tiles = sum(part.n_tiles for part in parts)
-        warps = warps_for(tiles, weight.n_segments, group, chosen.registers)
+        warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
         smem = 2 * warps * rows.n * _COLUMN_STRIDE * 4
         args = (_parts(parts, weight), rows, output)
         chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
@@ -115,7 +115,7 @@ def linear_prompt(rows: _Rows, weight: Matrix, output: _Output) -> None:
 
 
 @lru_cache(maxsize=256)
-def warps_for(n_tiles: int, n_segments: int, group: int, registers: int) -> int:
+def warps_for(n_tiles: int, n_segments: int, registers: int, most: int) -> int:
     """Warps that share the segments of a tile. Any number gives the same sums.
 
     A block takes a turn for each `warps` segments, and the card takes the blocks in waves, as many at a time
@@ -128,7 +128,7 @@ def warps_for(n_tiles: int, n_segments: int, group: int, registers: int) -> int:
         waves = -(-n_tiles // (max(1, at_once // warps) * multiprocessors()))
         return waves * -(-n_segments // warps), warps
 
-    return min(range(LEAST_WARPS, (10 if group == 8 else 8) + 1), key=cost)
+    return min(range(LEAST_WARPS, most + 1), key=cost)
 
 
 @lru_cache(maxsize=1)

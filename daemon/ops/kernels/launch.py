@@ -18,7 +18,7 @@ import numpy as np
 
 #: Numbers from cuda.h.
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_SHARED_BYTES, _LOCAL_BYTES, _REGISTERS, _MAX_DYNAMIC_SHARED = 1, 3, 4, 8
+_MAX_THREADS, _SHARED_BYTES, _LOCAL_BYTES, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
 _INVALID_VALUE, _INVALID_CONTEXT = 1, 201
 
 #: Shared memory that a block may have without asking.
@@ -137,6 +137,7 @@ class Kernel:
         name: its entry point.
         pdl: whether the device can start it before the kernel ahead of it has ended.
         registers, local_bytes, shared_bytes: per thread, per thread (spills), per block (static).
+        most_threads: of a block.
     """
 
     def __init__(self, name: str, driver: Driver, function: ctypes.c_void_p, pdl: bool) -> None:
@@ -144,6 +145,7 @@ class Kernel:
         self._driver, self._function = driver, function
         self._current_stream, self._launch = driver.current_stream, driver.launch
         self.registers = driver.attribute(function, _REGISTERS)
+        self.most_threads = driver.attribute(function, _MAX_THREADS)
         self.local_bytes = driver.attribute(function, _LOCAL_BYTES)
         self.shared_bytes = driver.attribute(function, _SHARED_BYTES)
         self._allowed = _SHARED_WITHOUT_ASKING - self.shared_bytes

@@ -110,7 +110,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
     }
 }
 
-// One entry for each format and number of 8-row groups of x. A block has 4 to 8 warps, up to 10 for one group. The parts
+// One entry for each format and number of 8-row groups of x. A block has at least 4 warps, the parts
 // of a launch have one format.
 #define ENTRY(NAME, FORMAT, N, THREADS, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                             \
@@ -120,18 +120,18 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
         multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out);                                       \
     }
 
-#define ENTRIES(NAME, FORMAT, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
-    ENTRY(NAME, FORMAT, 8, 320, BLOCKS_8)                      \
-    ENTRY(NAME, FORMAT, 16, 256, BLOCKS_16)                    \
-    ENTRY(NAME, FORMAT, 24, 256, BLOCKS_24)                    \
-    ENTRY(NAME, FORMAT, 32, 256, BLOCKS_24)                    \
+#define ENTRIES(NAME, FORMAT, THREADS_8, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
+    ENTRY(NAME, FORMAT, 8, THREADS_8, BLOCKS_8)                          \
+    ENTRY(NAME, FORMAT, 16, 256, BLOCKS_16)                              \
+    ENTRY(NAME, FORMAT, 24, 256, BLOCKS_24)                              \
+    ENTRY(NAME, FORMAT, 32, 256, BLOCKS_24)                              \
     ENTRY(NAME, FORMAT, 64, 256, 1)
 
-ENTRIES(u4_h32, U4_H32, 3, 3, 2)
-ENTRIES(u4_k32, U4_K32, 3, 3, 2)
-ENTRIES(u5_h32, U5_H32, 3, 3, 2)
-ENTRIES(u5_k32, U5_K32, 3, 3, 2)
-ENTRIES(u6_s16, U6_S16, 2, 2, 2)
-ENTRIES(u4_h16, U4_H16, 3, 3, 2)
-ENTRIES(u8_h32, U8_H32, 2, 2, 2)
-ENTRIES(f16, F16, 2, 2, 1)
+ENTRIES(u4_h32, U4_H32, 320, 3, 3, 2)
+ENTRIES(u4_k32, U4_K32, 320, 3, 3, 2)
+ENTRIES(u5_h32, U5_H32, 320, 3, 3, 2)
+ENTRIES(u5_k32, U5_K32, 256, 3, 3, 2)
+ENTRIES(u6_s16, U6_S16, 256, 3, 2, 2)
+ENTRIES(u4_h16, U4_H16, 320, 3, 3, 2)
+ENTRIES(u8_h32, U8_H32, 320, 2, 2, 2)
+ENTRIES(f16, F16, 320, 2, 2, 1)
