@@ -92,13 +92,24 @@ class Admission:
     def _restored(
         self, job: Job, numbers: list[int], whole: Callable[[], Slot], extent: Extent
     ) -> tuple[Sequence, Logits | None]:
-        """A sequence that holds what slots do together, which is a prefix of the prompt.
+        """A sequence that holds what slots do together, which is a prefix of the prompt, or more of it.
 
         whole: what they hold; asked again in each try, because slots and pages may have moved.
         """
         length, logits_are_kept = _reusable(whole(), job)
         job.pinned = [self._engine.slots[number] for number in numbers]
-        sequence = self._try(job, lambda: self._engine.restore_chain(numbers, whole, length), extent)
+
+        def start() -> Sequence:
+            match = self._retained.best_match(job.ids)
+            if match is None or match[1] <= length:
+                return self._engine.restore_chain(numbers, whole, length)
+            entry, shared = match
+            with self._engine.memory.site("restore"):
+                for number in numbers:  # used, but left where it is, which may be host memory
+                    self._engine.slots.touch(number)
+                return self._engine.fork(entry.sequence, shared)
+
+        sequence = self._try(job, start, extent)
         return sequence, whole().logits if logits_are_kept else None
 
     def _reserve(self, job: Job, sequence: Sequence, extent: Extent) -> None:
