@@ -29,6 +29,14 @@ Logits = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 
+class SlotOnDisk(Exception):
+    """A prompt starts from slot `number`, whose bytes have to be read from disk first."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
+
+
 class Admission:
     """Makes the sequences of admitted prompts.
 
@@ -54,6 +62,7 @@ class Admission:
             RequestError: target_parked, empty_slot, prefix_shorter, prefix_mismatch; oom when it would not
                 fit with the memory all to itself (nothing was given up for it then).
             OutOfDeviceMemory: it does not fit now.
+            SlotOnDisk: it starts from a slot that is not in memory.
         """
         if self._engine.parked:
             raise RequestError("target_parked")
@@ -101,7 +110,11 @@ class Admission:
 
         def start() -> Sequence:
             match = self._retained.best_match(job.ids)
+            job.from_slot = match is None or match[1] <= length
             if match is None or match[1] <= length:
+                for number in numbers:
+                    if self._engine.slots[number].stored is not None:
+                        raise SlotOnDisk(number)
                 return self._engine.restore_chain(numbers, whole, length)
             entry, shared = match
             with self._engine.memory.site("restore"):

@@ -83,6 +83,9 @@ class SlotStore:
         budget: most bytes of all files together, None = no limit.
         clock: nanoseconds since the epoch; it may jump, the order of uses stays.
 
+    Attributes:
+        removed: called with the hash of a snapshot that can be loaded no more, on the thread that found out.
+
     Raises:
         ConfigError: the folder cannot be used.
     """
@@ -92,6 +95,7 @@ class SlotStore:
         self._folder = SlotFolder(path)
         self._clock = clock
         self._stop = threading.Event()
+        self.removed: Callable[[str], None] = lambda name: None
         self._scan()
 
     @property
@@ -123,6 +127,10 @@ class SlotStore:
             "read_only": self.read_only,
             "moved_aside": self._folder.moved_aside,
         }
+
+    def holds(self, name: str) -> bool:
+        """Whether a snapshot is stored."""
+        return name in self._index.stored
 
     def find(self, name: str, identity: Identity) -> Manifest:
         """The head of a snapshot that can be loaded with this identity.
@@ -328,7 +336,7 @@ class SlotStore:
     def _remove(self, name: str, needed: Iterable[str]) -> None:
         # The manifest goes first: a crash in between leaves pages that nobody names, which a scan removes.
         self._folder.remove(name + MANIFEST_SUFFIX)
-        self._index.forget(name)
+        self._forget(name)
         self._release(needed)
 
     def _release(self, needed: Iterable[str] = ()) -> None:
@@ -343,13 +351,17 @@ class SlotStore:
         if error.file == name + PAGES_SUFFIX:
             for user in list(self._index.files[name].users):
                 self._folder.move_aside(user + MANIFEST_SUFFIX, f"needs {error.file}")
-                self._index.forget(user)
+                self._forget(user)
             self._index.forget_file(name)
         else:
-            self._index.forget(name)
+            self._forget(name)
         self._folder.move_aside(error.file, error.reason)
         if not self.read_only:
             self._release()
+
+    def _forget(self, name: str) -> None:
+        self._index.forget(name)
+        self.removed(name)
 
     # ----- the index
 
