@@ -20,9 +20,11 @@ import numpy.typing as npt
 from slotd.daemon.background import Background, Closed, Steps
 from slotd.daemon.engine import Engine
 from slotd.daemon.job import Job
+from slotd.daemon.kv.page_pieces import PieceReader, PieceWriter
 from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.save_plan import Image
 from slotd.daemon.kv.slot_files import Identity
-from slotd.daemon.kv.slot_store import Image, SlotStore, Stopped
+from slotd.daemon.kv.slot_store import SlotStore, Stopped
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Line, Submit, ToFront
 from slotd.daemon.slot_chains import check_free_for, filled
@@ -194,9 +196,8 @@ class DiskCommands:
         slot = self._commands.attempt(lambda: self._blank_slot(ids))
         pages, store = slot.pages, self._engine.store
         try:
-            data = yield lambda: self._store.read(
-                name, lambda index, n, data: store.write_page(pages[index], n, data)
-            )
+            writer = PieceWriter(store.layout, lambda index, n, data: store.write_page(pages[index], n, data))
+            data = yield lambda: self._store.read(name, writer)
             check_free_for(self._engine.slots, command.slot, "thick")
             logits = self._commands.attempt(lambda: self._kept_logits(data))
             self._engine.slots.put(command.slot, Slot(slot.tokens, pages, logits))
@@ -211,7 +212,7 @@ class DiskCommands:
         tokens, pages, logits, store = slot.tokens, slot.pages, slot.logits, self._engine.store
         host = slot.host
 
-        def read_page(index: int, n: int, buffer: memoryview) -> None:
+        def read_image(index: int, n: int, buffer: memoryview) -> None:
             if host is not None:
                 host.read_page(index, n, buffer)
             else:
@@ -222,7 +223,7 @@ class DiskCommands:
                 identity=self._identity(),
                 ids=np.asarray(tokens, "<i4").tobytes(),
                 logits=b"" if logits is None else np.asarray(logits, "<f4").tobytes(),
-                read_page=read_page,
+                read_page=PieceReader(store.layout, read_image),
             )
             return self._store.save(image)
 

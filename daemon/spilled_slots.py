@@ -14,6 +14,7 @@ import numpy as np
 
 from slotd.daemon.background import Background, Steps
 from slotd.daemon.engine import Engine
+from slotd.daemon.kv.page_pieces import PieceWriter
 from slotd.daemon.kv.pages import pages_for
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.kv.slots import Slot
@@ -87,9 +88,8 @@ class SpilledSlots:
         self._coming.add(slot)
         try:
             pages = attempt(lambda: self._blank_pages(slot))
-            data = yield lambda: self._store.read(
-                name, lambda index, n, data: store.write_page(pages[index], n, data)
-            )
+            writer = PieceWriter(store.layout, lambda index, n, data: store.write_page(pages[index], n, data))
+            data = yield lambda: self._store.read(name, writer)
             logits = attempt(lambda: self._engine.keep_logits(np.frombuffer(data, "<f4"))) if data else None
             if slots.get(number) is slot:
                 store.pages.share(pages)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from slotd.daemon.kv.host_tier import OutOfHostMemory
-from slotd.daemon.kv.slot_store import Image, SlotStore, WritePage
+from slotd.daemon.kv.page_transfer import WritePage
+from slotd.daemon.kv.save_plan import Image
+from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.memory import Policy
 from slotd.protocol.messages import (
     FreeSnapshot,
