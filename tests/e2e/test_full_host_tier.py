@@ -114,6 +114,23 @@ def test_its_files_outlive_slot_and_daemon(tiny_llama: Path, tmp_path: Path, gol
         assert (produced, done.fields["reused"]) == (golden[0], 151)
 
 
+def test_kill_while_slots_go_to_disk_leaves_only_whole_snapshots(tiny_llama: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    for _ in range(4):
+        with DaemonProcess(tiny_llama, f"--slot-dir={tmp_path}", ROOM, "--exact") as daemon:
+            fill(daemon, 6)
+            time.sleep(rng.uniform(0, 0.02))
+            daemon.process.kill()
+            daemon.wait_exit()
+        with DaemonProcess(tiny_llama, f"--slot-dir={tmp_path}", "--exact") as daemon:
+            daemon.send("STORED")
+            for file in daemon.wait_json("stored")["files"]:
+                daemon.send(f"LOAD_SNAPSHOT 0 hash={file['hash']}")
+                daemon.wait_line("[snap] loaded slot=0 cur_pos=151")
+            assert not (tmp_path / "bad").exists()
+            assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_file_that_is_dropped_takes_its_slot_along(tiny_llama: Path, tmp_path: Path) -> None:
     with DaemonProcess(tiny_llama, f"--slot-dir={tmp_path}", ROOM, "--exact") as daemon:
         fill(daemon, 3)
