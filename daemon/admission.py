@@ -29,6 +29,14 @@ Logits = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 
+class SlotOnDisk(Exception):
+    """A prompt starts from slot `number`, whose bytes have to be read from disk first."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
+
+
 class Admission:
     """Makes the sequences of admitted prompts.
 
@@ -54,6 +62,7 @@ class Admission:
             RequestError: target_parked, empty_slot, prefix_shorter, prefix_mismatch; oom when it would not
                 fit with the memory all to itself (nothing was given up for it then).
             OutOfDeviceMemory: it does not fit now.
+            SlotOnDisk: it starts from a slot that is not in memory.
         """
         if self._engine.parked:
             raise RequestError("target_parked")
@@ -92,13 +101,28 @@ class Admission:
     def _restored(
         self, job: Job, numbers: list[int], whole: Callable[[], Slot], extent: Extent
     ) -> tuple[Sequence, Logits | None]:
-        """A sequence that holds what slots do together, which is a prefix of the prompt.
+        """A sequence that holds what slots do together, which is a prefix of the prompt, or more of it.
 
         whole: what they hold; asked again in each try, because slots and pages may have moved.
         """
         length, logits_are_kept = _reusable(whole(), job)
         job.pinned = [self._engine.slots[number] for number in numbers]
-        sequence = self._try(job, lambda: self._engine.restore_chain(numbers, whole, length), extent)
+
+        def start() -> Sequence:
+            match = self._retained.best_match(job.ids)
+            job.from_slot = match is None or match[1] <= length
+            if match is None or match[1] <= length:
+                for number in numbers:
+                    if self._engine.slots[number].stored is not None:
+                        raise SlotOnDisk(number)
+                return self._engine.restore_chain(numbers, whole, length)
+            entry, shared = match
+            with self._engine.memory.site("restore"):
+                for number in numbers:  # used, but left where it is, which may be host memory
+                    self._engine.slots.touch(number)
+                return self._engine.fork(entry.sequence, shared)
+
+        sequence = self._try(job, start, extent)
         return sequence, whole().logits if logits_are_kept else None
 
     def _reserve(self, job: Job, sequence: Sequence, extent: Extent) -> None:

@@ -1,5 +1,7 @@
 """The verbs of the disk tier: SNAPSHOT tier=disk, STORED, LOAD_SNAPSHOT, DROP, and inline snapshots to disk.
 
+Slots that the host tier sends to disk take the same way (`spilled_slots`).
+
 Files are read and written on a thread beside the scheduler, so other requests go on meanwhile. That thread
 touches K/V of pages that nobody writes: a snapshot's, which its own reference keeps as they are, or a load's,
 which nobody else knows yet. Page counts, slots and replies belong to the scheduler's thread.
@@ -17,13 +19,17 @@ import numpy.typing as npt
 
 from slotd.daemon.background import Background, Closed, Steps
 from slotd.daemon.engine import Engine
+from slotd.daemon.job import Job
+from slotd.daemon.kv.page_pieces import PieceReader, PieceWriter
 from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.save_plan import Image
 from slotd.daemon.kv.slot_files import Identity
-from slotd.daemon.kv.slot_store import Image, SlotStore, Stopped
+from slotd.daemon.kv.slot_store import SlotStore, Stopped
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Line, Submit, ToFront
 from slotd.daemon.slot_chains import check_free_for, filled
 from slotd.daemon.slot_commands import SlotCommands
+from slotd.daemon.spilled_slots import Attempt, SpilledSlots
 from slotd.daemon.weights.identity import content_hash
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.errors import ModelError, RequestError
@@ -68,13 +74,23 @@ class DiskCommands:
         self._after: dict[Key, Callable[[], None]] = {}
         if store is not None:
             self._background.start(self._learn_identity(), _log_failure)
+            self._spilled = SpilledSlots(engine, store, self._background, self._saving, call_soon)
 
-    @staticmethod
-    def takes(command: Command) -> bool:
-        """Whether a command is one of these."""
-        return isinstance(command, Stored | LoadSnapshot | Drop) or (
-            isinstance(command, Snapshot) and command.tier == "disk"
-        )
+    def takes(self, command: Command) -> bool:
+        """Whether a command is one of these, or is about a slot that is on disk."""
+        if isinstance(command, Snapshot):
+            return command.tier == "disk" or (command.held and self._is_on_disk(command.slot))
+        return isinstance(command, Stored | LoadSnapshot | Drop)
+
+    def _is_on_disk(self, number: int) -> bool:
+        slot = self._engine.slots.get(number)
+        return slot is not None and slot.stored is not None
+
+    def fetch(self, job: Job, number: int, attempt: Attempt) -> None:
+        """Bring a slot back from disk that a job starts from. The job waits, those behind it do not."""
+        job.fetching = True
+        job.account.enter("restore")
+        self._background.start(self._spilled.bring_back(number, attempt), job.fetched)
 
     def run(self, submit: Submit) -> None:
         """Start a command; its key ends when it is done."""
@@ -108,6 +124,8 @@ class DiskCommands:
 
     def _steps(self, submit: Submit) -> Steps:
         match submit.command:
+            case Snapshot() as command if command.held and self._is_on_disk(command.slot):
+                return self._held_on_disk(submit, command)
             case Snapshot() as command:
                 return self._snapshot(submit, command)
             case LoadSnapshot() as command:
@@ -145,6 +163,21 @@ class DiskCommands:
         taken = SnapTaken(slot=command.slot, cur_pos=len(slot), tier="disk", hash=name)
         self._reply(submit, taken)
 
+    def _held_on_disk(self, submit: Submit, command: Snapshot) -> Steps:
+        """SNAPSHOT held=1 of a slot in the disk tier: it stays there, or comes back first."""
+        number, slots = command.slot, self._engine.slots
+        if command.tier != "disk":
+            while self._is_on_disk(number):
+                yield from self._spilled.bring_back(number, self._commands.attempt)
+            self._commands.hold(submit, command)
+            return
+        yield from self._spilled.confirm(number)
+        if self._is_on_disk(number):
+            held = slots[number]
+            self._reply(submit, SnapTaken(slot=number, cur_pos=len(held), tier="disk", hash=held.stored))
+        else:  # it is empty, or came back meanwhile
+            yield from self._snapshot(submit, command)
+
     def _inline(self, key: Key, number: int, slot: Slot) -> Steps:
         pages = self._hold(slot)
         where: dict[str, str] = {"tier": "device"}
@@ -163,9 +196,8 @@ class DiskCommands:
         slot = self._commands.attempt(lambda: self._blank_slot(ids))
         pages, store = slot.pages, self._engine.store
         try:
-            data = yield lambda: self._store.read(
-                name, lambda index, n, data: store.write_page(pages[index], n, data)
-            )
+            writer = PieceWriter(store.layout, lambda index, n, data: store.write_page(pages[index], n, data))
+            data = yield lambda: self._store.read(name, writer)
             check_free_for(self._engine.slots, command.slot, "thick")
             logits = self._commands.attempt(lambda: self._kept_logits(data))
             self._engine.slots.put(command.slot, Slot(slot.tokens, pages, logits))
@@ -180,7 +212,7 @@ class DiskCommands:
         tokens, pages, logits, store = slot.tokens, slot.pages, slot.logits, self._engine.store
         host = slot.host
 
-        def read_page(index: int, n: int, buffer: memoryview) -> None:
+        def read_image(index: int, n: int, buffer: memoryview) -> None:
             if host is not None:
                 host.read_page(index, n, buffer)
             else:
@@ -191,7 +223,7 @@ class DiskCommands:
                 identity=self._identity(),
                 ids=np.asarray(tokens, "<i4").tobytes(),
                 logits=b"" if logits is None else np.asarray(logits, "<f4").tobytes(),
-                read_page=read_page,
+                read_page=PieceReader(store.layout, read_image),
             )
             return self._store.save(image)
 

@@ -66,6 +66,9 @@ class Job:
         self.snap_done = self.command.snap is None
         self.pinned: list[Slot] = []  # slots this request has acknowledged, or starts from
         self.trims = TrimInterval(trim_tokens)
+        self.from_slot = False  # it starts with what a slot holds, not with more of an ended sequence
+        self.fetching = False  # a slot that it starts from is being read from disk
+        self.fetch_failure: Exception | None = None
         self.restored_logits: npt.NDArray[np.float32] | None = None  # when a slot held the whole prompt
 
     @property
@@ -88,6 +91,17 @@ class Job:
     def banned(self) -> frozenset[int]:
         """Ids that may not be chosen now: nothing ends the answer before min_tokens."""
         return self.stop_ids if len(self.produced) < self.command.min_tokens else frozenset()
+
+    def fetched(self, failure: Exception | None) -> None:
+        """Reading its slot has ended; `failure` is raised when the job is started again."""
+        self.fetching, self.fetch_failure = False, failure
+        self.account.enter("queue")
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong with its slot, once."""
+        failure, self.fetch_failure = self.fetch_failure, None
+        if failure is not None:
+            raise failure
 
     def take(self, token: int) -> None:
         """One more generated token."""

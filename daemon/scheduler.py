@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from slotd.daemon.admission import Admission
+from slotd.daemon.admission import Admission, SlotOnDisk
 from slotd.daemon.backend import HostOutputs, Outputs
 from slotd.daemon.disk_commands import DiskCommands
 from slotd.daemon.engine import Engine
@@ -188,41 +188,50 @@ class Scheduler:
     def _admit(self) -> bool:
         """Start what may start, in the order it came. True when something did."""
         before = len(self._running)
-        while self._waiting and len(self._running) < self._parallel and not self._exclusive:
-            if self._full:
+        while len(self._running) < self._parallel and not self._exclusive and not self._full:
+            job = next((job for job in self._waiting if not job.fetching), None)
+            if job is None:
                 break
-            job = self._waiting[0]
             try:
                 self._start(job)
+            except SlotOnDisk as error:
+                self._fetch(job, error.number)
             except OutOfDeviceMemory as error:
                 if self._running:
                     self._full = True  # what runs now will give its pages back
-                    break
-                self._fail(job, error)
+                else:
+                    self._fail(job, error)
             except Exception as error:
                 self._fail(job, error)
             else:
-                self._waiting.popleft()
+                self._waiting.remove(job)
                 self._running.append(job)
         return len(self._running) > before
 
     def _start(self, job: Job) -> None:
         """Give the job a sequence that holds what is known of its prompt, and every page it will need."""
-        # While others run a request can wait for their memory: nothing may be lost for it.
-        extent = Extent.LOSSLESS if self._running else Extent.ALL
+        job.raise_failure()
         with job.account.inside("restore"):
-            sequence, logits = self._admission.sequence_for(job, extent)
+            sequence, logits = self._admission.sequence_for(job, self._extent)
         job.sequence = sequence
         job.reused = len(sequence)
         job.phase = Phase.PREFILL
         job.account.enter("prefill")
-        self._totals.admit(len(job.ids), job.reused, slot=bool(job.pinned))
+        self._totals.admit(len(job.ids), job.reused, slot=job.from_slot)
         if job.restore_slot is not None:
             held = self._engine.slots[job.restore_slot]
             self._deliver(Line(Restored(slot=job.restore_slot, cur_pos=len(held)), job.key))
         elif isinstance(job.command, RestoreChain):
             self._deliver(Line(chain_restored(self._engine.slots, job.command), job.key))
         job.restored_logits = logits
+
+    @property
+    def _extent(self) -> Extent:
+        """What may be given up for a request that waits: while others run it can wait for their memory."""
+        return Extent.LOSSLESS if self._running else Extent.ALL
+
+    def _fetch(self, job: Job, number: int) -> None:
+        self._disk.fetch(job, number, lambda work: self._try(job, work, self._extent))
 
     # ----- prefill
 
@@ -289,8 +298,8 @@ class Scheduler:
             end = job.command.snap.at
         return end
 
-    def _try(self, job: Job, work: Callable[[], T]) -> T:
-        return self._recovery.attempt(work, job.account, job.pinned)
+    def _try(self, job: Job, work: Callable[[], T], extent: Extent = Extent.ALL) -> T:
+        return self._recovery.attempt(work, job.account, job.pinned, extent=extent)
 
     def _prompt_is_known(self, job: Job, outputs: Outputs) -> None:
         if job.n_gen == 0:

@@ -101,8 +101,7 @@ class SlotCommands:
         command = submit.command
         match command:
             case Snapshot(held=True):
-                self._move_held(command.slot, command.tier or "device")
-                self._reply_taken(submit, command)
+                self.hold(submit, command)
             case Snapshot():
                 check_free_for(self._engine.slots, command.slot, "thick")
                 entry = self._ended_sequence(submit.key, command.of)
@@ -128,6 +127,11 @@ class SlotCommands:
                 pass  # the draft: never loaded, so nothing changes
             case _:
                 raise RequestError("unsupported", {"verb": command.verb})
+
+    def hold(self, submit: Submit, command: Snapshot) -> None:
+        """SNAPSHOT held=1: put what a slot in memory holds into another tier of memory, and say so."""
+        self._move_held(command.slot, command.tier or "device")
+        self._reply_taken(submit, command)
 
     def captured(self, key: Key, of: str | None) -> Slot:
         """A snapshot, in no slot, of the sequence that a SNAPSHOT of request `key` means: all that was said.

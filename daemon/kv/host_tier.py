@@ -1,7 +1,9 @@
 """Slots in host memory: out of the pages and back, as stored bytes.
 
 The device bytes of a moved slot are free for others; a restore brings it back first. The tier has a budget;
-over it the host slot that was used least recently is dropped.
+over it the host slot that was used least recently goes to disk where that is possible, else it is dropped.
+Writing takes a while: a slot on its way to disk is no longer part of the budget, but its bytes stay until its
+file is there, and a restore takes them. Such bytes have a bound of their own; over it slots are dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from slotd.daemon.memory import Ledger
 from slotd.protocol.errors import SlotdError
 
 log = logging.getLogger(__name__)
+
+#: Slots on their way to disk may be as large together as the tier, or this many bytes where it is smaller.
+LEAVING_BYTES = 256 << 20
 
 
 class OutOfHostMemory(SlotdError):
@@ -48,6 +53,10 @@ class HostCounts:
     moves_in: int = 0
     bytes_in: int = 0
     dropped: int = 0
+    moves_to_disk: int = 0
+    bytes_to_disk: int = 0
+    moves_from_disk: int = 0
+    bytes_from_disk: int = 0
 
 
 class Device(Protocol):
@@ -68,6 +77,9 @@ class HostTier:
         store: the pages.
         slots: the slots that are moved.
         budget: most bytes in host memory, 0 = none.
+
+    Attributes:
+        spill: starts to write slot `number` to disk and calls `spilled` at the end; False: that cannot be.
     """
 
     def __init__(self, device: Device, store: PageStorage, slots: Slots, budget: int) -> None:
@@ -77,15 +89,22 @@ class HostTier:
         self._memory = device.memory
         self._store = store
         self._slots = slots
+        self._leaving: set[Slot] = set()
+        self.spill: Callable[[int, Slot], bool] = lambda number, slot: False
 
     @property
     def used(self) -> int:
-        """Bytes in host memory."""
-        return sum(self.size(slot) for slot in self._slots.values() if slot.host is not None)
+        """Bytes in host memory, those on their way to disk aside."""
+        return sum(self.size(slot) for _, slot in self._staying())
+
+    @property
+    def leaving(self) -> int:
+        """Bytes on their way to disk."""
+        return sum(self.size(slot) for slot in self._leaving)
 
     def report(self) -> dict[str, int]:
-        """Budget, bytes in use, and counts, for STATUS."""
-        return {"budget": self.budget, "used": self.used, **asdict(self.counts)}
+        """Budget, bytes in use and on their way to disk, and counts, for STATUS."""
+        return {"budget": self.budget, "used": self.used, "leaving": self.leaving, **asdict(self.counts)}
 
     def slot_report(self, content_hash: Callable[[Slot], str | None]) -> dict[str, Any]:
         """For each filled slot: tokens, kind, tier, bytes, those nobody else holds, idle seconds, hash."""
@@ -109,7 +128,7 @@ class HostTier:
         return own + slot.logits.nbytes
 
     def size(self, slot: Slot) -> int:
-        """Bytes of a slot, the same in both tiers."""
+        """Bytes of a slot, the same in every tier; on disk without the logits, which are in its file."""
         logits = 0 if slot.logits is None else slot.logits.nbytes
         return pages_for(slot.places) * self._store.page_bytes + logits
 
@@ -145,6 +164,8 @@ class HostTier:
         slot = self._slots[number]
         if slot.host is not None:
             return
+        if slot.stored is not None:
+            raise ValueError(f"slot {number} is on disk")
         copied = self.copy(slot, slot.logits, keep)
         pages, slot.pages = slot.pages, ()
         slot.host, slot.logits = copied.host, copied.logits
@@ -158,6 +179,8 @@ class HostTier:
             OutOfDeviceMemory: site slot_move; the slot is as it was.
         """
         slot = self._slots[number]
+        if slot.stored is not None:
+            raise ValueError(f"slot {number} is on disk")
         if slot.host is None:
             return
         with self._memory.site("slot_move"):
@@ -171,20 +194,48 @@ class HostTier:
         self.counts.bytes_in += self.size(slot)
 
     def _make_room(self, size: int, keep: Collection[int]) -> None:
-        """Drop host slots, least recently used first, until `size` more bytes fit."""
-        droppable = [
-            number for number, slot in self._slots.items() if slot.host is not None and number not in keep
-        ]
-        spare = sum(self.size(self._slots[number]) for number in droppable)
+        """Have host slots leave, least recently used first, until `size` more bytes fit."""
+        candidates = [(number, slot) for number, slot in self._staying() if number not in keep]
+        spare = sum(self.size(slot) for _, slot in candidates)
         if size > self.budget - self.used + spare:
             raise OutOfHostMemory(size, self.budget)
-        droppable.sort(key=lambda number: self._slots[number].last_used)
-        for number in droppable:
+        for number, slot in sorted(candidates, key=lambda candidate: candidate[1].last_used):
             if self.used + size <= self.budget:
                 break
-            log.warning("slot %d is dropped: the host tier of %d bytes is full", number, self.budget)
-            self._slots.free(number)
-            self.counts.dropped += 1
+            self._leave(number, slot)
+
+    def _staying(self) -> list[tuple[int, Slot]]:
+        """The slots in host memory that are not on their way to disk."""
+        return [
+            (number, slot)
+            for number, slot in self._slots.items()
+            if slot.host is not None and slot not in self._leaving
+        ]
+
+    def _leave(self, number: int, slot: Slot) -> None:
+        if self.leaving + self.size(slot) <= max(self.budget, LEAVING_BYTES):
+            self._leaving.add(slot)  # before it starts: it may end at once
+            if self.spill(number, slot):
+                return
+            self._leaving.discard(slot)
+        self._drop(number)
+
+    def spilled(self, number: int, slot: Slot, name: str | None) -> None:
+        """The end of what `spill` started. name: the hash of the slot's file; None: there is none."""
+        self._leaving.discard(slot)
+        if self._slots.get(number) is not slot or slot.host is None:
+            return  # freed, replaced or restored meanwhile
+        if name is not None:
+            self.counts.moves_to_disk += 1
+            self.counts.bytes_to_disk += self.size(slot)
+            slot.host, slot.logits, slot.stored = None, None, name
+        elif self.used > self.budget:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        log.warning("slot %d is dropped: the host tier of %d bytes is full", number, self.budget)
+        self._slots.free(number)
+        self.counts.dropped += 1
 
 
 def default_budget() -> int:

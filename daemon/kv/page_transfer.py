@@ -1,96 +1,95 @@
-"""Whole pages between K/V and page files. Pages are independent, so two threads copy, check and move them.
+"""Pieces of pages between K/V and page files.
 
-A checksum costs about as long as the disk takes; one thread doing both in turn would reach half of it.
+A checksum is much faster than a disk, so one thread does both in turn; the system writes and reads beside it.
 """
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
 
-from slotd.daemon.kv.slot_files import BadFile, PageEntry, PageTable, Part, encode_page_table
+from slotd.daemon.kv.page_files import PageEntry, PageTable, encode_page_table
+from slotd.daemon.kv.slot_files import BadFile, Part
 from slotd.daemon.kv.slot_folder import FileReader, SystemWriting, write_at
 from slotd.daemon.kv.slot_index import PageFile
-from slotd.protocol.slot_identity import HASH_BYTES
 
-#: Fills a buffer with the K/V of the first `n` tokens of page `index`, as stored: (index, n, buffer).
-ReadPage = Callable[[int, int, memoryview], None]
+#: Fills a buffer with K/V of tokens start .. start+n-1 of page `index`, as stored: (index, start, n, buffer).
+ReadPage = Callable[[int, int, int, memoryview], None]
 
-#: Takes such bytes, which are valid during the call only. Pages come in any order, from several threads.
-WritePage = Callable[[int, int, memoryview], None]
-
-WORKERS = 2
-
-#: Fewer pages than this are not worth threads.
-FEW = 4
-
-T = TypeVar("T")
+#: Takes such bytes, which are valid during the call only: (index, start, n, bytes).
+WritePage = Callable[[int, int, int, memoryview], None]
 
 
-def write_pages(
-    descriptor: int, page_bytes: int, chains: Sequence[bytes], read_page: Callable[[int, memoryview], None],
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A piece to be written: n tokens from position `at` on, and the hashes in front of and behind them."""
+
+    at: int
+    n: int
+    start: bytes
+    end: bytes
+
+
+def write_pieces(
+    descriptor: int, token_bytes: int, page: int, pieces: Sequence[Wanted], ids: bytes, read_page: ReadPage,
     check_stop: Callable[[], None],
 ) -> PageTable:  # fmt: skip
-    """Write a page file with a page for each chain hash; read_page(number, buffer) gives page `number`."""
-    start = data_start(page_bytes, len(chains))
-    system = SystemWriting(descriptor, start)
+    """Write a page file with these pieces.
 
-    def write(number: int, buffer: memoryview) -> PageEntry:
+    page: tokens in a page; ids: those of the pieces, one behind the other.
+    """
+    place = blank_table(token_bytes, page, pieces, ids).data_start
+    system = SystemWriting(descriptor, place)
+    buffer = memoryview(bytearray(max(piece.n for piece in pieces) * token_bytes))
+    entries = []
+    for piece in pieces:
         check_stop()
-        read_page(number, buffer)
-        end = start + (number + 1) * page_bytes
-        write_at(descriptor, buffer, end - page_bytes)
-        system.written_to(end)
-        return PageEntry(chains[number], zlib.crc32(buffer))
-
-    table = PageTable(page_bytes, tuple(_each_page(write, range(len(chains)), page_bytes)))
+        data = buffer[: piece.n * token_bytes]
+        read_page(piece.at // page, piece.at % page, piece.n, data)
+        write_at(descriptor, data, place)
+        place += len(data)
+        system.written_to(place)
+        entries.append(PageEntry(piece.start, piece.end, piece.at % page, piece.n, zlib.crc32(data)))
+    table = PageTable(token_bytes, tuple(entries), ids)
     write_at(descriptor, encode_page_table(table), 0)
     return table
 
 
-def read_pages(
-    file: FileReader, pages: PageFile, part: Part, write_page: Callable[[int, memoryview], None],
+def read_pieces(
+    file: FileReader, pages: PageFile, part: Part, at: int, page: int, write_page: WritePage,
     check_stop: Callable[[], None],
-) -> None:  # fmt: skip
-    """Check the pages of a part and hand them to write_page(number in the part, bytes).
+) -> int:  # fmt: skip
+    """Check the pieces of a part and hand them to write_page.
+
+    Args:
+        at: position of the first token.
+        page: tokens in a page.
+
+    Returns:
+        The position behind the last one.
 
     Raises:
         BadFile: one is damaged.
     """
-    start = pages.data_start + part.first * pages.page_bytes
-    file.expect(start, part.count * pages.page_bytes)
-
-    def read(number: int, buffer: memoryview) -> None:
+    token_bytes, offsets = pages.table.token_bytes, pages.offsets
+    first, last = offsets[part.first], offsets[part.first + part.count]
+    place = pages.data_start + first * token_bytes
+    file.expect(place, (last - first) * token_bytes)
+    entries = pages.entries(part)
+    buffer = memoryview(bytearray(max(entry.n for entry in entries) * token_bytes))
+    for entry in entries:
         check_stop()
-        file.into(buffer, start + number * pages.page_bytes)
-        if zlib.crc32(buffer) != pages.entries[part.first + number].crc:
+        data = buffer[: entry.n * token_bytes]
+        file.into(data, place)
+        if zlib.crc32(data) != entry.crc:
             raise BadFile("page_checksum")
-        write_page(number, buffer)
-
-    _each_page(read, range(part.count), pages.page_bytes)
-
-
-def data_start(page_bytes: int, n: int) -> int:
-    """Where the pages start in a file of n pages."""
-    return PageTable(page_bytes, (PageEntry(bytes(HASH_BYTES), 0),) * n).data_start
+        write_page(at // page, at % page, entry.n, data)
+        at, place = at + entry.n, place + len(data)
+    return at
 
 
-def _each_page(work: Callable[[int, memoryview], T], numbers: range, page_bytes: int) -> list[T]:
-    """work(number, buffer of one page) for all numbers; the first failure ends it and is raised."""
-    own = threading.local()
-
-    def run(number: int) -> T:
-        if not hasattr(own, "buffer"):
-            own.buffer = memoryview(bytearray(page_bytes))
-        return work(number, own.buffer)
-
-    if len(numbers) < FEW:
-        return [run(number) for number in numbers]
-    pool = ThreadPoolExecutor(WORKERS, "slotd-disk")
-    try:
-        return list(pool.map(run, numbers))
-    finally:
-        pool.shutdown(cancel_futures=True)
+def blank_table(token_bytes: int, page: int, pieces: Sequence[Wanted], ids: bytes) -> PageTable:
+    """The table of a file with these pieces before their checksums are known; it has its final length."""
+    entries = tuple(PageEntry(piece.start, piece.end, piece.at % page, piece.n, 0) for piece in pieces)
+    return PageTable(token_bytes, entries, ids)

@@ -1,9 +1,9 @@
-"""The two kinds of files that stored snapshots are made of. Pure functions: bytes in, bytes out.
+"""Files of stored snapshots: the frame that all have, and manifests. Pure functions: bytes in, bytes out.
 
-A **page file** holds whole pages of K/V as they are stored, one behind the other, with a table of what they
-are. A **manifest** is one snapshot: its ids, which pages of which page files it consists of, the tokens of
-its last page when that is not full, and the logits that follow. A longer prefix names the page files of the
-shorter one and adds one, so nothing is written twice.
+A **page file** holds K/V and the ids they are of, in pieces (`page_files`). A **manifest** is one snapshot:
+which pieces of which page files it consists of, and the logits that follow. A longer prefix names the pieces
+of the shorter one and adds a page file with the tokens that are new, so nothing is written twice: neither K/V
+nor ids, not even those of a page that was not full.
 
 Both start with the same frame::
 
@@ -14,14 +14,11 @@ Both start with the same frame::
     uint32    CRC-32 of everything above
 
 and go on with the sections that the header names. Numbers are little-endian. Every byte of a file is covered
-by a checksum: of the frame, of the table, of each page, or of its section.
-
-A page is named by a chain: its hash covers the identity of the arithmetic and all ids up to its end.
+by a checksum: of the frame, of the table, of each piece, or of its section.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import zlib
@@ -31,13 +28,12 @@ from typing import Any
 
 from slotd.protocol.slot_identity import HASH_BYTES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_MAGIC = b"slotdSNP"
-PAGES_MAGIC = b"slotdPGS"
 
 _FRAME = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
-_ENTRY = struct.Struct(f"<{HASH_BYTES}sI")
+_PART = struct.Struct(f"<{HASH_BYTES}sII")
 
 #: A header is never longer; a damaged length must not make anybody read gigabytes.
 _LONGEST_HEADER = 1 << 24
@@ -77,41 +73,15 @@ class Identity:
     page: int
     page_bytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class PageEntry:
-    """One page of a page file: its chain hash, and the CRC-32 of its bytes."""
-
-    chain: bytes
-    crc: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """The head of a page file.
-
-    Attributes:
-        page_bytes: bytes of each page.
-        entries: what the pages are, in file order.
-    """
-
-    page_bytes: int
-    entries: tuple[PageEntry, ...]
-
     @property
-    def name(self) -> str:
-        """The file's name without suffix: a hash of what is in it."""
-        return hashlib.blake2b(_pack_entries(self.entries), digest_size=HASH_BYTES).hexdigest()
-
-    @property
-    def data_start(self) -> int:
-        """Byte offset of the first page; the table in front of it always has this length."""
-        return len(encode_page_table(self))
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.page_bytes // self.page
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`count` pages of page file `name`, from page `first` on."""
+    """`count` pieces of page file `name`, from piece `first` on."""
 
     name: str
     first: int
@@ -133,9 +103,8 @@ class Manifest:
 
     Attributes:
         identity: what it has to be loaded with.
-        ids: int32 little-endian bytes of the ids it covers.
-        parts: where its whole pages are, in order.
-        tail: K/V of the tokens behind the last whole page.
+        ids: int32 little-endian bytes of the ids it covers; they lie in its page files.
+        parts: where its K/V are, in order.
         logits: float32 little-endian logits that follow, or no bytes.
         file_bytes: length of the file.
     """
@@ -143,7 +112,6 @@ class Manifest:
     identity: Identity
     ids: bytes
     parts: tuple[Part, ...]
-    tail: Section
     logits: Section
     file_bytes: int
 
@@ -152,103 +120,43 @@ class Manifest:
         """Tokens it covers."""
         return len(self.ids) // 4
 
-    @property
-    def n_pages(self) -> int:
-        """Whole pages it consists of."""
-        return self.length // self.identity.page
-
-    @property
-    def tail_tokens(self) -> int:
-        """Tokens behind the last whole page."""
-        return self.length % self.identity.page
-
-
-def chain_hashes(identity: Identity, ids: bytes) -> list[bytes]:
-    """The hash of each whole page of these ids: of the identity, and of all ids up to the page's end."""
-    link = hashlib.blake2b(
-        json.dumps(asdict(identity), sort_keys=True).encode(), digest_size=HASH_BYTES
-    ).digest()
-    hashes = []
-    step = 4 * identity.page
-    for start in range(0, len(ids) - step + 1, step):
-        link = hashlib.blake2b(link + ids[start : start + step], digest_size=HASH_BYTES).digest()
-        hashes.append(link)
-    return hashes
-
-
-# --------------------------------------------------------------------------------------------------
-# Page files
-
-
-def encode_page_table(table: PageTable) -> bytes:
-    """What stands in front of the pages."""
-    packed = _pack_entries(table.entries)
-    # The checksum is text of a fixed length, so that the place of the first page is known before the pages.
-    header = {
-        "page_bytes": table.page_bytes, "pages": len(table.entries), "table_crc": f"{zlib.crc32(packed):08x}"
-    }  # fmt: skip
-    return _frame(PAGES_MAGIC, header) + packed
-
-
-def decode_page_table(read: Read, file_bytes: int) -> PageTable:
-    """The table of a page file, checked against the file's length.
-
-    Raises:
-        BadFile: it is not one, is cut, or is damaged. The pages themselves are not looked at.
-    """
-    header, start = _read_frame(read, PAGES_MAGIC)
-    page_bytes, n = _count(header, "page_bytes"), _count(header, "pages")
-    if start + n * (_ENTRY.size + page_bytes) != file_bytes:
-        raise BadFile("length")
-    packed = read(start, n * _ENTRY.size)
-    if header.get("table_crc") != f"{zlib.crc32(packed):08x}":
-        raise BadFile("table_checksum")
-    table = PageTable(page_bytes, tuple(PageEntry(*entry) for entry in _ENTRY.iter_unpack(packed)))
-    if table.data_start != start + len(packed):
-        raise BadFile("header")  # valid JSON, but not what is written here
-    return table
-
-
-def _pack_entries(entries: tuple[PageEntry, ...]) -> bytes:
-    return b"".join(_ENTRY.pack(entry.chain, entry.crc) for entry in entries)
-
 
 # --------------------------------------------------------------------------------------------------
 # Manifests
 
 
-def encode_manifest(
-    identity: Identity, ids: bytes, parts: tuple[Part, ...], tail: bytes, logits: bytes
-) -> bytes:
-    """A whole manifest file."""
-    sections = {"ids": ids, "tail": tail, "logits": logits}
+def encode_manifest(identity: Identity, length: int, parts: tuple[Part, ...], logits: bytes) -> bytes:
+    """A whole manifest file of a snapshot with so many tokens."""
+    packed = b"".join(_PART.pack(bytes.fromhex(part.name), part.first, part.count) for part in parts)
+    sections = {"parts": packed, "logits": logits}
     header = {
         "identity": asdict(identity),
-        "parts": [[part.name, part.first, part.count] for part in parts],
+        "length": length,
         "sections": [[name, len(data), zlib.crc32(data)] for name, data in sections.items()],
     }
-    return _frame(MANIFEST_MAGIC, header) + b"".join(sections.values())
+    return encode_frame(MANIFEST_MAGIC, header) + b"".join(sections.values())
 
 
-def decode_manifest(read: Read, file_bytes: int) -> Manifest:
+def decode_manifest(read: Read, file_bytes: int, ids_of: Callable[[Part], bytes]) -> Manifest:
     """The head of a manifest file, checked against the file's length and against itself.
 
+    ids_of: the ids of a part; raises BadFile when there is no such part.
+
     Raises:
-        BadFile: it is not one, is cut, or is damaged. `tail` and `logits` are not looked at.
+        BadFile: it is not one, is cut, or is damaged. `logits` are not looked at.
     """
-    header, start = _read_frame(read, MANIFEST_MAGIC)
+    header, start = read_frame(read, MANIFEST_MAGIC)
     sections = dict(_sections(header, start))
-    if set(sections) != {"ids", "tail", "logits"}:
+    if set(sections) != {"parts", "logits"} or sections["logits"].n_bytes % 4:
         raise BadFile("header")
     if start + sum(section.n_bytes for section in sections.values()) != file_bytes:
         raise BadFile("length")
-    ids = read_section(read, sections["ids"], "ids")
-    manifest = Manifest(
-        identity=_identity(header.get("identity")), ids=ids, parts=tuple(_parts(header)),
-        tail=sections["tail"], logits=sections["logits"], file_bytes=file_bytes,
-    )  # fmt: skip
-    _check(manifest)
-    return manifest
+    identity = _identity(header.get("identity"))
+    parts = tuple(_parts(read_section(read, sections["parts"], "parts")))
+    ids = b"".join(map(ids_of, parts))
+    if len(ids) != 4 * count_in(header, "length", least=0):
+        raise BadFile("header")
+    return Manifest(identity, ids, parts, sections["logits"], file_bytes)
 
 
 def read_section(read: Read, section: Section, name: str) -> bytes:
@@ -264,7 +172,10 @@ def read_section(read: Read, section: Section, name: str) -> bytes:
 
 
 def _sections(header: Mapping[str, Any], start: int) -> Iterator[tuple[str, Section]]:
-    for entry in _list(header, "sections"):
+    entries = header.get("sections")
+    if not isinstance(entries, list):
+        raise BadFile("header")
+    for entry in entries:
         match entry:
             case [str(name), int(n_bytes), int(crc)] if n_bytes >= 0 and 0 <= crc < 1 << 32:
                 yield name, Section(start, n_bytes, crc)
@@ -273,13 +184,13 @@ def _sections(header: Mapping[str, Any], start: int) -> Iterator[tuple[str, Sect
                 raise BadFile("header")
 
 
-def _parts(header: Mapping[str, Any]) -> Iterator[Part]:
-    for entry in _list(header, "parts"):
-        match entry:
-            case [str(name), int(first), int(count)] if is_hash(name) and first >= 0 and count > 0:
-                yield Part(name, first, count)
-            case _:
-                raise BadFile("header")
+def _parts(packed: bytes) -> Iterator[Part]:
+    if len(packed) % _PART.size:
+        raise BadFile("parts")
+    for name, first, count in _PART.iter_unpack(packed):
+        if not count:
+            raise BadFile("parts")
+        yield Part(name.hex(), first, count)
 
 
 def _identity(data: Any) -> Identity:
@@ -295,29 +206,23 @@ def _identity(data: Any) -> Identity:
     return identity
 
 
-def _check(manifest: Manifest) -> None:
-    """The rules between the parts of a manifest."""
-    identity = manifest.identity
-    if len(manifest.ids) % 4 or manifest.logits.n_bytes % 4:
-        raise BadFile("header")
-    if sum(part.count for part in manifest.parts) != manifest.n_pages:
-        raise BadFile("header")
-    if manifest.tail.n_bytes != manifest.tail_tokens * (identity.page_bytes // identity.page):
-        raise BadFile("header")
-
-
 # --------------------------------------------------------------------------------------------------
 # The frame
 
 
-def _frame(magic: bytes, header: Mapping[str, Any]) -> bytes:
+def encode_frame(magic: bytes, header: Mapping[str, Any]) -> bytes:
+    """The frame around a header."""
     text = json.dumps(header, separators=(",", ":")).encode()
     framed = _FRAME.pack(magic, FORMAT_VERSION, len(text)) + text
     return framed + _CRC.pack(zlib.crc32(framed))
 
 
-def _read_frame(read: Read, magic: bytes) -> tuple[dict[str, Any], int]:
-    """The header, and the offset of what follows."""
+def read_frame(read: Read, magic: bytes) -> tuple[dict[str, Any], int]:
+    """The header, and the offset of what follows.
+
+    Raises:
+        BadFile: there is none of this kind, or it is cut or damaged.
+    """
     start = read(0, _FRAME.size)
     if len(start) < _FRAME.size:
         raise BadFile("cut")
@@ -342,20 +247,13 @@ def _read_frame(read: Read, magic: bytes) -> tuple[dict[str, Any], int]:
     return header, _FRAME.size + n + _CRC.size
 
 
-def _count(header: Mapping[str, Any], name: str) -> int:
+def count_in(header: Mapping[str, Any], name: str, least: int = 1) -> int:
+    """An integer of a header.
+
+    Raises:
+        BadFile: it is none, or below `least`.
+    """
     value = header.get(name)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or value < least:
         raise BadFile("header")
     return value
-
-
-def _list(header: Mapping[str, Any], name: str) -> list[Any]:
-    value = header.get(name)
-    if not isinstance(value, list):
-        raise BadFile("header")
-    return value
-
-
-def is_hash(text: str) -> bool:
-    """Whether a text is a hash as it stands in file names."""
-    return len(text) == 2 * HASH_BYTES and not set(text) - set("0123456789abcdef")

@@ -1,13 +1,17 @@
-"""What a folder of stored snapshots holds, in memory: who needs which file, and where a page is.
+"""What a folder of stored snapshots holds, in memory: who needs which file, and where a piece is.
 
-Pure bookkeeping. A page file is needed by the snapshots that have pages in it; one that nobody needs may go.
+Pure bookkeeping. A page file is needed by the snapshots that have pieces in it; one that nobody needs may go.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slotd.daemon.kv.slot_files import Manifest, PageEntry, PageTable
+from slotd.daemon.kv.page_files import PageEntry, PageTable
+from slotd.daemon.kv.slot_files import BadFile, Manifest, Part
+
+#: Where a piece is: page file and index.
+Place = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -20,13 +24,25 @@ class Stored:
 
 @dataclass(slots=True)
 class PageFile:
-    """A page file: its pages, where the first one starts, its length, and the snapshots that need it."""
+    """A page file: its table, where its pieces start, its length, and the snapshots that need it.
 
-    entries: tuple[PageEntry, ...]
-    page_bytes: int
+    Attributes:
+        offsets: tokens of the file in front of each piece, and behind the last one.
+    """
+
+    table: PageTable
     data_start: int
-    n_bytes: int
+    offsets: list[int]
     users: set[str] = field(default_factory=set)
+
+    @property
+    def n_bytes(self) -> int:
+        """Length of the file."""
+        return self.data_start + self.offsets[-1] * self.table.token_bytes
+
+    def entries(self, part: Part) -> tuple[PageEntry, ...]:
+        """The entries of a part."""
+        return self.table.entries[part.first : part.first + part.count]
 
 
 class SlotIndex:
@@ -35,7 +51,7 @@ class SlotIndex:
     def __init__(self) -> None:
         self.stored: dict[str, Stored] = {}
         self.files: dict[str, PageFile] = {}
-        self._pages: dict[bytes, dict[int, tuple[str, int]]] = {}
+        self._pieces: dict[bytes, dict[PageEntry, Place]] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -69,30 +85,41 @@ class SlotIndex:
         self.stored[name].used_ns = used_ns = max(now_ns, newest + 1)
         return used_ns
 
-    # ----- pages
+    # ----- page files
+
+    def ids_of(self, part: Part) -> bytes:
+        """The ids of a part.
+
+        Raises:
+            BadFile: its page file is not here, or is shorter.
+        """
+        file = self.files.get(part.name)
+        if file is None or part.first + part.count > len(file.table.entries):
+            raise BadFile("pages_missing")
+        return file.table.ids[4 * file.offsets[part.first] : 4 * file.offsets[part.first + part.count]]
 
     def add_file(self, table: PageTable) -> None:
         """A page file; nobody needs it yet, unless it was here before."""
-        name, start = table.name, table.data_start
+        name = table.name
         if name in self.files:
             return  # it is named by its content
-        n_bytes = start + len(table.entries) * table.page_bytes
-        self.files[name] = PageFile(table.entries, table.page_bytes, start, n_bytes)
+        self.files[name] = PageFile(table, table.data_start, table.offsets)
         for index, entry in enumerate(table.entries):
-            self._pages.setdefault(entry.chain, {}).setdefault(entry.crc, (name, index))
+            self._pieces.setdefault(entry.start, {}).setdefault(entry, (name, index))
 
     def forget_file(self, name: str) -> None:
         """A page file is gone."""
-        for entry in self.files.pop(name).entries:
-            places = self._pages.get(entry.chain, {})
-            if places.get(entry.crc, ("",))[0] == name:
-                del places[entry.crc]
+        for entry in self.files.pop(name).table.entries:
+            places = self._pieces.get(entry.start, {})
+            if places.get(entry, ("",))[0] == name:
+                del places[entry]
                 if not places:
-                    del self._pages[entry.chain]
+                    del self._pieces[entry.start]
 
-    def places(self, chain: bytes) -> dict[int, tuple[str, int]]:
-        """Where pages with this chain hash are: {CRC-32 of the bytes: (page file, index)}."""
-        return self._pages.get(chain, {})
+    def pieces_from(self, start: bytes, most: int) -> list[tuple[PageEntry, Place]]:
+        """Pieces of at most so many tokens behind the ids with this hash, the longest first."""
+        found = [each for each in self._pieces.get(start, {}).items() if each[0].n <= most]
+        return sorted(found, key=lambda each: -each[0].n)
 
     def unneeded(self) -> list[str]:
         """Page files that no snapshot needs."""

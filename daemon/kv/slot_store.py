@@ -7,26 +7,23 @@ other snapshot on disk.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slotd.daemon.kv.page_transfer import ReadPage, WritePage, data_start, read_pages, write_pages
+from slotd.daemon.kv.page_files import PageTable, Prefixes, decode_page_table
+from slotd.daemon.kv.page_transfer import WritePage, read_pieces, write_pieces
+from slotd.daemon.kv.save_plan import Image, SavePlan, plan_save
 from slotd.daemon.kv.slot_files import (
     BadFile,
     Identity,
     Manifest,
-    PageTable,
-    Part,
-    chain_hashes,
     decode_manifest,
-    decode_page_table,
     encode_manifest,
     read_section,
 )
@@ -40,39 +37,12 @@ log = logging.getLogger(__name__)
 MANIFEST_SUFFIX = ".slot"
 PAGES_SUFFIX = ".pages"
 
+#: Logits are written once for so many times their bytes of K/V. Without them a restore computes one token.
+KV_FOR_LOGITS = 4
+
 
 class Stopped(Exception):
     """The store was told to stop in the middle of a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """A snapshot to be saved.
-
-    Attributes:
-        identity: what its K/V depend on.
-        ids: int32 little-endian bytes of the ids it covers.
-        logits: float32 little-endian bytes of the logits that follow, or none.
-        read_page: gives its K/V.
-    """
-
-    identity: Identity
-    ids: bytes
-    logits: bytes
-    read_page: ReadPage
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Where the whole pages of an image will be: reused ones by (file, index), None for one to be written."""
-
-    chains: list[bytes]
-    known: list[tuple[str, int] | None]
-
-    @property
-    def missing(self) -> list[int]:
-        """Pages to be written."""
-        return [index for index, place in enumerate(self.known) if place is None]
 
 
 class SlotStore:
@@ -83,6 +53,9 @@ class SlotStore:
         budget: most bytes of all files together, None = no limit.
         clock: nanoseconds since the epoch; it may jump, the order of uses stays.
 
+    Attributes:
+        removed: called with the hash of a snapshot that can be loaded no more, on the thread that found out.
+
     Raises:
         ConfigError: the folder cannot be used.
     """
@@ -92,6 +65,7 @@ class SlotStore:
         self._folder = SlotFolder(path)
         self._clock = clock
         self._stop = threading.Event()
+        self.removed: Callable[[str], None] = lambda name: None
         self._scan()
 
     @property
@@ -124,6 +98,10 @@ class SlotStore:
             "moved_aside": self._folder.moved_aside,
         }
 
+    def holds(self, name: str) -> bool:
+        """Whether a snapshot is stored."""
+        return name in self._index.stored
+
     def find(self, name: str, identity: Identity) -> Manifest:
         """The head of a snapshot that can be loaded with this identity.
 
@@ -147,7 +125,7 @@ class SlotStore:
         return {
             "hash": name, "model": identity.model, "k": identity.k, "v": identity.v,
             "window": identity.window, "length": manifest.length,
-            "bytes": manifest.file_bytes + manifest.n_pages * identity.page_bytes,
+            "bytes": manifest.file_bytes + manifest.length * identity.token_bytes,
             "last_used": stored.used_ns / 1e9,
         }  # fmt: skip
 
@@ -164,20 +142,19 @@ class SlotStore:
             raise RequestError("read_only_slot_dir", {"reason": self.read_only})
         identity = image.identity
         name = hash_of_id_bytes(identity.model, identity.k, identity.v, identity.window, image.ids)
-        tail = self._tail(image)
-        plan = self._plan(image, reuse=True)
-        if self.budget is not None and self._cost(image, tail, plan) > self.budget:
-            plan = self._plan(image, reuse=False)  # a long file must not be kept for a few pages of it
-            cost = self._cost(image, tail, plan)
+        logits = self._worth_writing(image)
+        plan = plan_save(image, self._index, self.check_stop)
+        if self.budget is not None and self._cost(plan, logits) > self.budget:
+            plan = plan_save(image, None, self.check_stop)  # no long file is kept for a few tokens of it
+            cost = self._cost(plan, logits)
             if cost > self.budget:
                 raise RequestError("snapshot_too_large", {"bytes": cost, "budget": self.budget})
-        if not plan.missing and self._is_stored(name, image, plan, tail):
+        if not plan.missing and self._is_stored(name, plan, logits):
             self._use(name)
             return name
-        reused = {place[0] for place in plan.known if place is not None}
         try:
-            self._make_room(self._new_bytes(image, tail, plan), reused)
-            self._write(name, image, plan, tail)
+            self._make_room(_new_bytes(plan, logits), plan.reused)
+            self._write(name, plan, logits)
         except OSError as error:
             reason = error.strerror or str(error)
             raise RequestError("write_snapshot", {"hash": name, "reason": reason}) from None
@@ -185,52 +162,35 @@ class SlotStore:
             self._release()
         return name
 
-    def _tail(self, image: Image) -> bytes:
-        identity = image.identity
-        n_pages, n = divmod(len(image.ids) // 4, identity.page)
-        buffer = bytearray(n * (identity.page_bytes // identity.page))
-        if n:
-            image.read_page(n_pages, n, memoryview(buffer))
-        return bytes(buffer)
+    def _worth_writing(self, image: Image) -> bytes:
+        """The logits, unless there are few K/V since the last snapshot of a shorter prefix that has some."""
+        before = max(
+            (
+                stored.manifest.length
+                for stored in self._index.stored.values()
+                if stored.manifest.logits.n_bytes
+                and stored.manifest.identity == image.identity
+                and stored.manifest.length < image.length
+                and image.ids.startswith(stored.manifest.ids)
+            ),
+            default=0,
+        )
+        new = (image.length - before) * image.identity.token_bytes
+        return image.logits if KV_FOR_LOGITS * len(image.logits) <= new else b""
 
-    def _plan(self, image: Image, reuse: bool) -> _Plan:
-        """Which pages are on disk already, with the very same bytes."""
-        chains = chain_hashes(image.identity, image.ids)
-        known: list[tuple[str, int] | None] = [None] * len(chains)
-        if reuse:
-            buffer = memoryview(bytearray(image.identity.page_bytes))
-            for index, chain in enumerate(chains):
-                places = self._index.places(chain)
-                if places:
-                    self.check_stop()
-                    image.read_page(index, image.identity.page, buffer)
-                    known[index] = places.get(zlib.crc32(buffer))
-        return _Plan(chains, known)
-
-    def _new_bytes(self, image: Image, tail: bytes, plan: _Plan) -> int:
-        n = len(plan.missing)
-        pages = data_start(image.identity.page_bytes, n) + n * image.identity.page_bytes if n else 0
-        return pages + len(encode_manifest(image.identity, image.ids, _parts(plan, ""), tail, image.logits))
-
-    def _cost(self, image: Image, tail: bytes, plan: _Plan) -> int:
+    def _cost(self, plan: SavePlan, logits: bytes) -> int:
         """Bytes of all files that the snapshot needs."""
-        reused = {place[0] for place in plan.known if place is not None}
-        kept = sum(self._index.files[name].n_bytes for name in reused)
-        return kept + self._new_bytes(image, tail, plan)
+        kept = sum(self._index.files[name].n_bytes for name in plan.reused)
+        return kept + _new_bytes(plan, logits)
 
-    def _is_stored(self, name: str, image: Image, plan: _Plan, tail: bytes) -> bool:
+    def _is_stored(self, name: str, plan: SavePlan, logits: bytes) -> bool:
         """Whether the very same snapshot is there; one without the logits that we have is not the same."""
         stored = self._index.stored.get(name)
         if stored is None:
             return False
         manifest = stored.manifest
-        same_logits = not image.logits or manifest.logits.crc == zlib.crc32(image.logits)
-        return (
-            manifest.identity == image.identity
-            and manifest.parts == _parts(plan, "")
-            and manifest.tail.crc == zlib.crc32(tail)
-            and same_logits
-        )
+        same_logits = not logits or manifest.logits.crc == zlib.crc32(logits)
+        return manifest.identity == plan.image.identity and manifest.parts == plan.parts() and same_logits
 
     def _make_room(self, n_bytes: int, needed: set[str]) -> None:
         """Remove snapshots, least recently used first, until n_bytes more fit. Files in `needed` stay."""
@@ -242,31 +202,30 @@ class SlotStore:
             log.info("snapshot %s is removed: the folder is full (%d bytes)", name, self.budget)
             self._remove(name, needed)
 
-    def _write(self, name: str, image: Image, plan: _Plan, tail: bytes) -> None:
-        parts = _parts(plan, self._write_pages(name, image, plan) if plan.missing else "")
-        data = encode_manifest(image.identity, image.ids, parts, tail, image.logits)
+    def _write(self, name: str, plan: SavePlan, logits: bytes) -> None:
+        parts = plan.parts(self._write_pieces(name, plan)) if plan.missing else plan.parts()
+        data = encode_manifest(plan.image.identity, plan.image.length, parts, logits)
 
         def fill(descriptor: int) -> str:
             write_at(descriptor, data, 0)
             return name + MANIFEST_SUFFIX
 
         self._folder.write(name + MANIFEST_SUFFIX, fill)
-        manifest = decode_manifest(lambda offset, n: data[offset : offset + n], len(data))
+        manifest = decode_manifest(lambda offset, n: data[offset : offset + n], len(data), self._index.ids_of)
         self._index.add(name, manifest, 0)
         self._use(name)
 
-    def _write_pages(self, name: str, image: Image, plan: _Plan) -> str:
-        """A page file with the missing pages; returns its name."""
+    def _write_pieces(self, name: str, plan: SavePlan) -> str:
+        """A page file with the missing pieces; returns its name."""
+        image = plan.image
         identity = image.identity
-        missing = plan.missing
         table: PageTable | None = None
 
         def fill(descriptor: int) -> str:
             nonlocal table
-            table = write_pages(
-                descriptor, identity.page_bytes, [plan.chains[index] for index in missing],
-                lambda number, buffer: image.read_page(missing[number], identity.page, buffer),
-                self.check_stop,
+            table = write_pieces(
+                descriptor, identity.token_bytes, identity.page, plan.missing, plan.missing_ids,
+                image.read_page, self.check_stop,
             )  # fmt: skip
             return table.name + PAGES_SUFFIX
 
@@ -296,18 +255,13 @@ class SlotStore:
         return logits
 
     def _read(self, name: str, manifest: Manifest, write_page: WritePage) -> bytes:
-        page, done = manifest.identity.page, 0
+        at, page = 0, manifest.identity.page
         for part in manifest.parts:
             with self._folder.reading(part.name + PAGES_SUFFIX) as file:
-                take = functools.partial(_take, write_page, done, page)
-                read_pages(file, self._index.files[part.name], part, take, self.check_stop)
-            done += part.count
+                pages = self._index.files[part.name]
+                at = read_pieces(file, pages, part, at, page, write_page, self.check_stop)
         with self._folder.reading(name + MANIFEST_SUFFIX) as file:
-            tail = read_section(file, manifest.tail, "tail")
-            logits = read_section(file, manifest.logits, "logits")
-        if tail:
-            write_page(done, manifest.tail_tokens, memoryview(tail))
-        return logits
+            return read_section(file, manifest.logits, "logits")
 
     # ----- removing
 
@@ -328,7 +282,7 @@ class SlotStore:
     def _remove(self, name: str, needed: Iterable[str]) -> None:
         # The manifest goes first: a crash in between leaves pages that nobody names, which a scan removes.
         self._folder.remove(name + MANIFEST_SUFFIX)
-        self._index.forget(name)
+        self._forget(name)
         self._release(needed)
 
     def _release(self, needed: Iterable[str] = ()) -> None:
@@ -343,13 +297,17 @@ class SlotStore:
         if error.file == name + PAGES_SUFFIX:
             for user in list(self._index.files[name].users):
                 self._folder.move_aside(user + MANIFEST_SUFFIX, f"needs {error.file}")
-                self._index.forget(user)
+                self._forget(user)
             self._index.forget_file(name)
         else:
-            self._index.forget(name)
+            self._forget(name)
         self._folder.move_aside(error.file, error.reason)
         if not self.read_only:
             self._release()
+
+    def _forget(self, name: str) -> None:
+        self._index.forget(name)
+        self.removed(name)
 
     # ----- the index
 
@@ -385,19 +343,27 @@ class SlotStore:
         self._index.add_file(table)
 
     def _scan_manifest(self, name: str, reader: FileReader) -> None:
-        manifest = decode_manifest(reader, reader.n_bytes)
+        manifest = decode_manifest(reader, reader.n_bytes, self._index.ids_of)
         identity = manifest.identity
         if name != hash_of_id_bytes(identity.model, identity.k, identity.v, identity.window, manifest.ids):
             raise BadFile("name")
-        chains = []
-        for part in manifest.parts:
-            file = self._index.files.get(part.name)
-            if file is None or file.page_bytes != identity.page_bytes:
-                raise BadFile("pages_missing")
-            chains += [entry.chain for entry in file.entries[part.first : part.first + part.count]]
-        if chains != chain_hashes(identity, manifest.ids):
-            raise BadFile("pages")
+        self._check_pieces(manifest)
         self._index.add(name, manifest, reader.used_ns)
+
+    def _check_pieces(self, manifest: Manifest) -> None:
+        """The pieces of a snapshot follow each other, and belong to its ids and identity."""
+        at, identity, prefixes = 0, manifest.identity, Prefixes(manifest.identity, manifest.ids)
+        for part in manifest.parts:
+            file = self._index.files[part.name]
+            if file.table.token_bytes != identity.token_bytes:
+                raise BadFile("pages")
+            for entry in file.entries(part):
+                end = at + entry.n
+                if entry.offset != at % identity.page or entry.offset + entry.n > identity.page:
+                    raise BadFile("pages")
+                if (entry.start, entry.end) != (prefixes(at), prefixes(end)):
+                    raise BadFile("pages")
+                at = end
 
     def _use(self, name: str) -> None:
         used_ns = self._index.use(name, self._clock())
@@ -410,23 +376,7 @@ class SlotStore:
             raise Stopped
 
 
-def _take(write_page: WritePage, first: int, page: int, number: int, data: memoryview) -> None:
-    """Page `number` of a part whose first page is page `first` of the snapshot."""
-    write_page(first + number, page, data)
-
-
-def _parts(plan: _Plan, new: str) -> tuple[Part, ...]:
-    """The whole pages in order; those to be written lie in page file `new`."""
-    parts: list[Part] = []
-    written = 0
-    for place in plan.known:
-        if place is None:
-            place = (new or "0" * 32, written)
-            written += 1
-        name, index = place
-        last = parts[-1] if parts else None
-        if last is not None and last.name == name and last.first + last.count == index:
-            parts[-1] = Part(name, last.first, last.count + 1)
-        else:
-            parts.append(Part(name, index, 1))
-    return tuple(parts)
+def _new_bytes(plan: SavePlan, logits: bytes) -> int:
+    """Bytes that are to be written."""
+    image = plan.image
+    return plan.new_page_bytes + len(encode_manifest(image.identity, image.length, plan.parts(), logits))

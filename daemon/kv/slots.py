@@ -4,7 +4,8 @@ A slot costs references, not copies: the pages below its length never change whi
 sequence copies a shared page before it writes there. Content changes by allocate-then-swap: the new
 snapshot is complete before the old one is let go, so a failed one destroys nothing.
 
-A slot in the host tier holds no pages but a copy of their bytes (`host_tier`).
+A slot in the host tier holds no pages but a copy of their bytes (`host_tier`), one in the disk tier only the
+name of its file (`slot_store`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class Slot:
     Attributes:
         tokens: the ids up to its end, those before a span included.
         pages: pages that hold its K/V, the last one possibly in part; one reference each. Those of a span
-            begin with the page that its first token lies in. None while the slot is in host memory.
+            begin with the page that its first token lies in. None while the slot is in another tier.
         logits: float32 [n_vocab] of the token that follows, or None; a restore without new tokens needs them.
         kv_start: first position of a span; None for a prefix.
         host: the bytes of the pages while the slot is in host memory, else None.
+        stored: hash of its file while its bytes are there only, else None.
         last_used: when it was filled or restored last, seconds on the clock of its `Slots`.
         content_hash: see `slot_hash`; None until somebody has asked.
     """
@@ -43,6 +45,7 @@ class Slot:
     logits: npt.NDArray[np.float32] | None
     kv_start: int | None = None
     host: StoredPages | None = None
+    stored: str | None = None
     last_used: float = 0.0
     content_hash: str | None = None
 
@@ -62,7 +65,9 @@ class Slot:
 
     @property
     def tier(self) -> str:
-        """Where its bytes are: device or host."""
+        """Where its bytes are: device, host or disk."""
+        if self.stored is not None:
+            return "disk"
         return "device" if self.host is None else "host"
 
 

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loop", "host"),
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
-    + ("inline_snapshots", "job", "next_token", "retained"),
+    + ("inline_snapshots", "job", "next_token", "retained", "spilled_slots"),
     ("engine",),
     ("device_backend",),
     ("numpy_backend", "cuda_backend"),
@@ -60,6 +60,7 @@ ENGINE = (
         "job",
         "next_token",
         "retained",
+        "spilled_slots",
         "engine",
         "backend",
         "numpy_backend",

@@ -19,6 +19,7 @@ from slotd.daemon.engine import Engine
 from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
+from tests.bench import disk
 from tests.fakes.daemon_process import DaemonProcess
 from tests.fakes.tiny_gguf import write_tiny_llama
 
@@ -37,6 +38,7 @@ def main() -> None:
         worst, middle = status_latency(model)
         report("STATUS while a prefill runs, worst of 20", "100 ms", 1000 * worst, "ms")
         report("STATUS while a prefill runs, median", "100 ms", 1000 * middle, "ms")
+    disk.main()
     report("import slotd.client", "0.15 s", child_seconds("-c", "import slotd.client"), "s")
     report("slotd --help", "0.3 s", child_seconds("-m", "slotd.client", "--help"), "s")
 

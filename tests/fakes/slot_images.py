@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slotd.daemon.kv.save_plan import Image
 from slotd.daemon.kv.slot_files import Identity
-from slotd.daemon.kv.slot_store import Image, SlotStore
+from slotd.daemon.kv.slot_store import SlotStore
 from slotd.protocol.errors import RequestError
 
 PAGE = 4
@@ -45,36 +46,41 @@ def image(
     """A snapshot of these ids; `salt` stands for another rounding of the same K/V."""
     data = id_bytes(ids)
 
-    def read_page(index: int, n: int, buffer: memoryview) -> None:
-        for offset in range(n):
-            start = offset * TOKEN_BYTES
-            buffer[start : start + TOKEN_BYTES] = token_bytes(data, index * PAGE + offset, salt)
+    def read_page(index: int, start: int, n: int, buffer: memoryview) -> None:
+        assert len(buffer) == n * TOKEN_BYTES
+        for number in range(n):
+            place = number * TOKEN_BYTES
+            at = index * PAGE + start + number
+            buffer[place : place + TOKEN_BYTES] = token_bytes(data, at, salt)
 
     return Image(identity, data, logits, read_page)
 
 
 class Sink:
-    """Takes the pages of a loaded snapshot."""
+    """Takes the K/V of a loaded snapshot."""
 
     def __init__(self) -> None:
-        self.pages: dict[int, bytes] = {}
+        self.tokens: dict[int, bytes] = {}
 
-    def __call__(self, index: int, n: int, data: memoryview) -> None:
-        assert index not in self.pages
+    def __call__(self, index: int, start: int, n: int, data: memoryview) -> None:
         assert len(data) == n * TOKEN_BYTES
-        self.pages[index] = bytes(data)
+        assert start + n <= PAGE
+        for number in range(n):
+            at = index * PAGE + start + number
+            assert at not in self.tokens
+            self.tokens[at] = bytes(data[number * TOKEN_BYTES : (number + 1) * TOKEN_BYTES])
 
     @property
     def data(self) -> bytes:
         """All that came."""
-        assert sorted(self.pages) == list(range(len(self.pages)))
-        return b"".join(self.pages[index] for index in sorted(self.pages))
+        assert sorted(self.tokens) == list(range(len(self.tokens)))
+        return b"".join(self.tokens[at] for at in sorted(self.tokens))
 
 
 # ----- a store of them
 
 IDS = range(100, 110)  # two whole pages and two tokens
-LOGITS = bytes(range(16))
+LOGITS = bytes(range(8))
 
 
 def store_of(path: Path, budget: int | None = None, **other: Any) -> SlotStore:

@@ -16,17 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slotd.daemon.kv.page_files import PageEntry, PageTable, decode_page_table, encode_page_table
 from slotd.daemon.kv.slot_files import (
     FORMAT_VERSION,
     MANIFEST_MAGIC,
     BadFile,
-    PageEntry,
-    PageTable,
     Part,
     decode_manifest,
-    decode_page_table,
     encode_manifest,
-    encode_page_table,
     read_section,
 )
 from slotd.daemon.kv.slot_store import SlotStore
@@ -35,41 +32,47 @@ from tests.fakes.slot_images import IDENTITY, PAGE, Sink, id_bytes, image, kv_by
 
 LONG = range(200, 213)
 SHORT = range(200, 205)
-LOGITS = bytes(range(20))
+LOGITS = bytes(range(8))
 
 
 def reader(data: bytes) -> Callable[[int, int], bytes]:
     return lambda offset, n: data[offset : offset + n]
 
 
-def whole_manifest(data: bytes) -> tuple[Any, bytes, bytes]:
-    manifest = decode_manifest(reader(data), len(data))
-    return (
-        manifest,
-        read_section(reader(data), manifest.tail, "tail"),
-        read_section(reader(data), manifest.logits, "logits"),
-    )
+def ids_of(part: Part) -> bytes:
+    if part != PART:
+        raise BadFile("pages_missing")
+    return id_bytes(LONG)
+
+
+def whole_manifest(data: bytes) -> tuple[Any, bytes]:
+    manifest = decode_manifest(reader(data), len(data), ids_of)
+    return manifest, read_section(reader(data), manifest.logits, "logits")
 
 
 # --------------------------------------------------------------------------------------------------
 # One file
 
-TAIL = kv_bytes(id_bytes(LONG))[-8:]
-MANIFEST = encode_manifest(IDENTITY, id_bytes(LONG), (Part("5" * 32, 0, 3),), TAIL, LOGITS)
-TABLE = PageTable(IDENTITY.page_bytes, tuple(PageEntry(bytes([k] * 16), k) for k in range(3)))
-PAGES = encode_page_table(TABLE) + bytes(3 * IDENTITY.page_bytes)
+PART = Part("5" * 32, 0, 4)
+MANIFEST = encode_manifest(IDENTITY, 13, (PART,), LOGITS)
+TABLE = PageTable(
+    IDENTITY.token_bytes,
+    tuple(PageEntry(bytes([k] * 16), bytes([k + 1] * 16), 0, min(PAGE, 13 - PAGE * k), k) for k in range(4)),
+    id_bytes(LONG),
+)
+PAGES = encode_page_table(TABLE) + bytes(13 * IDENTITY.token_bytes)
 
 
 def test_a_manifest_is_read_as_it_was_written() -> None:
-    manifest, tail, logits = whole_manifest(MANIFEST)
-    assert (manifest.identity, manifest.ids) == (IDENTITY, id_bytes(LONG))
-    assert (manifest.length, manifest.n_pages, manifest.tail_tokens) == (13, 3, 1)
-    assert (tail, logits, manifest.file_bytes) == (TAIL, LOGITS, len(MANIFEST))
+    manifest, logits = whole_manifest(MANIFEST)
+    assert (manifest.identity, manifest.ids, manifest.parts) == (IDENTITY, id_bytes(LONG), (PART,))
+    assert (manifest.length, logits, manifest.file_bytes) == (13, LOGITS, len(MANIFEST))
 
 
 def test_a_page_table_is_read_as_it_was_written() -> None:
     assert decode_page_table(reader(PAGES), len(PAGES)) == TABLE
-    assert TABLE.data_start == len(PAGES) - 3 * IDENTITY.page_bytes
+    assert TABLE.data_start == len(PAGES) - 13 * IDENTITY.token_bytes
+    assert TABLE.offsets == [0, 4, 8, 12, 13]
 
 
 @settings(max_examples=200)
@@ -109,7 +112,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(["identity", "parts", "sections", "page_bytes", "pages", "table_crc"])
+names = st.sampled_from(["identity", "length", "sections", "token_bytes", "pieces", "tokens", "table_crc"])
 
 
 @settings(max_examples=200)
@@ -120,7 +123,7 @@ def test_a_header_of_any_other_json_is_refused(header: Any, rest: bytes) -> None
     framed = struct.pack("<8sII", MANIFEST_MAGIC, FORMAT_VERSION, len(text)) + text
     data = framed + struct.pack("<I", zlib.crc32(framed)) + rest
     with pytest.raises(BadFile):
-        decode_manifest(reader(data), len(data))
+        decode_manifest(reader(data), len(data), ids_of)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -46,6 +46,13 @@ def keep(daemon: DaemonProcess, thick: int | None, *cuts: int, ids: list[int] = 
         start = end
 
 
+def forget(daemon: DaemonProcess) -> None:
+    """End as many other requests as the daemon keeps: what is known is in the slots, and their pages only."""
+    for number in range(4):
+        daemon.send(f"- 0 ids={joined([7 + number] * 300)}")
+        assert daemon.read_stream() == []
+
+
 def reply(daemon: DaemonProcess, line: str) -> str:
     daemon.send(line)
     return daemon.next_line()
@@ -68,8 +75,7 @@ def test_a_chain_answers_as_the_whole_prompt(
 ) -> None:
     expected, _ = daemon.generate(IDS, N_GEN, "ignore_eos=1", "whole")
     keep(daemon, thick, *cuts)
-    daemon.send(f"- 0 ids={joined([7] * 300)}")  # the pages of the prompt are not just still there
-    assert daemon.read_stream() == []
+    forget(daemon)
     first = -1 if thick is None else 0
     thins = ",".join(str(slot) for slot in range(1, len(cuts) + 1)) or "-"
     end = (*(() if thick is None else (thick,)), *cuts)[-1:] or (0,)
@@ -77,6 +83,7 @@ def test_a_chain_answers_as_the_whole_prompt(
     assert daemon.next_line() == f"[snap] chain restored thick={first} thins={len(cuts)} cur_pos={end[0]}"
     stream = daemon.read_stream()
     assert stream == expected[: len(stream)]
+    forget(daemon)
     daemon.send(f"RESTORE_CHAIN {first} {thins} - {N_GEN} ids={joined(IDS)} id=c ignore_eos=1")
     assert daemon.next_line().endswith(f"cur_pos={end[0]} id=c")
     done = daemon.wait_done("c")
@@ -88,10 +95,12 @@ def test_slots_keep_their_spans_when_the_chain_goes_on(daemon: DaemonProcess) ->
     """What is computed behind a chain does not write into its pages."""
     keep(daemon, 100, 130)
     for turn in range(3):
+        forget(daemon)
         daemon.send(f"RESTORE_CHAIN 0 1 - {N_GEN} ids={joined(IDS[: 140 + 20 * (turn % 2)])} id=t{turn}")
         daemon.wait_line("[snap] chain restored")
         assert daemon.wait_done(f"t{turn}").fields["reused"] == 130
     expected, _ = daemon.generate(IDS, N_GEN, "ignore_eos=1", "whole")
+    forget(daemon)
     daemon.send(f"RESTORE_CHAIN 0 1 - {N_GEN} ids={joined(IDS)} id=last ignore_eos=1")
     tokens: list[int] = []
     while not (line := daemon.next_line()).startswith("[done] id=last"):

@@ -13,7 +13,9 @@ import pytest
 
 from slotd.daemon.disk_commands import DiskCommands
 from slotd.daemon.engine import Engine
-from slotd.daemon.kv.slot_store import Image, SlotStore, WritePage
+from slotd.daemon.kv.page_transfer import WritePage
+from slotd.daemon.kv.save_plan import Image
+from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Finished, Flags, Line, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, Policy
 from slotd.daemon.numpy_backend import NumpyBackend

@@ -373,8 +373,8 @@ def test_a_chain_survives_that_its_links_move_while_it_waits_for_memory(
 ) -> None:
     """A thick and a thin slot in host memory; the restore fails twice, pages are moved together meanwhile."""
     rig = PressureRig(tiny_llama, None, "restore:1:2", exact=True, host_cache=HOST)
-    rig.prompt("other", THIRD, 4)
     rig.prompt("first", FIRST, 0, snap=Snap(70, 1))
+    rig.prompt("other", THIRD, 4)
     rig.run()
     rig.submit(SnapshotThin(id="t", slot=2, kv_start=70, kv_end=130, of="first"))
     rig.submit(Snapshot(id="m", slot=1, held=True, tier="host"))

@@ -95,6 +95,7 @@ def test_two_that_share_a_prefix_do_not_disturb_each_other(rig: SchedulerRig, ma
 def test_restore_starts_from_the_slot_and_says_so_first(rig: SchedulerRig, make: Make) -> None:
     golden = make().answer("golden", TEXT[:200])
     rig.answer("a", TEXT[:100], snap=Snap(90, 3))
+    rig.forget()
     rig.engine.calls.clear()
     assert rig.answer("b", TEXT[:200], slot=3) == golden
     assert (reused(rig, "b"), sum(rig.pieces())) == (90, 110)
@@ -155,6 +156,51 @@ def test_a_restore_that_can_not_be_is_refused_with_the_numbers(
     assert (done.status, done.code, done.reason) == ("err", code, reason)
     assert rig.lines("b") == []
     assert rig.engine.memory_report()["pages_used"] == pages
+
+
+def test_a_restore_takes_an_ended_sequence_that_is_longer_than_the_slot(
+    rig: SchedulerRig, make: Make
+) -> None:
+    golden = make().answer("golden", TEXT[:200])
+    rig.answer("a", TEXT[:150], snap=Snap(90, 3))
+    rig.engine.host_tier.budget = 1 << 20
+    rig.engine.host_tier.demote(3)
+    used = rig.slot(3).last_used
+    rig.engine.calls.clear()
+    assert rig.answer("b", TEXT[:200], slot=3) == golden
+    assert (reused(rig, "b"), sum(rig.pieces())) == (150, 50)
+    assert rig.lines("b") == [Restored(slot=3, cur_pos=90)]
+    assert rig.slot(3).tier == "host"  # nothing of it was needed
+    assert rig.slot(3).last_used > used
+
+
+@pytest.mark.parametrize("shared", [80, 90])
+def test_a_restore_takes_the_slot_that_is_not_shorter_than_any_ended_sequence(
+    rig: SchedulerRig, make: Make, shared: int
+) -> None:
+    golden = make().answer("golden", TEXT[:200])
+    rig.answer("a", TEXT[:100], snap=Snap(90, 3))
+    rig.forget()
+    rig.answer("c", [*TEXT[:shared], 5, 6, 7])
+    assert rig.answer("b", TEXT[:200], slot=3) == golden
+    assert reused(rig, "b") == 90
+
+
+def test_a_longer_sequence_does_not_make_a_wrong_restore_right(rig: SchedulerRig) -> None:
+    rig.answer("a", TEXT[:150], snap=Snap(90, 3))
+    rig.answer("b", [*TEXT[:50], 1, *TEXT[51:150]])
+    rig.answer("c", [*TEXT[:50], 1, *TEXT[51:150]], slot=3)
+    assert rig.done("c").code == "prefix_mismatch"
+
+
+def test_the_longer_sequence_may_be_given_up_while_the_restore_waits_for_memory(
+    make: Make,
+) -> None:
+    golden = make().answer("golden", TEXT[:200])
+    rig = make(fault="restore:1:2")  # once for the trim, once for the only ended sequence
+    rig.answer("a", TEXT[:150], snap=Snap(90, 3))
+    assert rig.answer("b", TEXT[:200], slot=3) == golden
+    assert reused(rig, "b") == 90
 
 
 # ----- inline snapshots

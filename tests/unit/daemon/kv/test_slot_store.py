@@ -9,8 +9,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from slotd.daemon.kv.save_plan import Image
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.protocol.slot_identity import hash_of_id_bytes, slot_hash
 from tests.fakes.slot_images import (
@@ -44,6 +46,7 @@ def test_what_is_saved_is_loaded_after_a_restart(tmp_path: Path, n: int, logits:
     store = store_of(tmp_path)
     name = store.save(image(range(n), logits))
     assert name == slot_hash(IDENTITY.model, "f32", "f16", 0, range(n))
+    logits = logits if n >= PAGE else b""  # too few tokens for them
     assert load(store, name) == (kv_bytes(id_bytes(range(n))), logits)
     store.close()
     again = store_of(tmp_path)
@@ -59,7 +62,7 @@ def test_the_report(tmp_path: Path) -> None:
     manifest = files(tmp_path, ".slot")[0].stat().st_size
     assert file == {
         "hash": name, "model": IDENTITY.model, "k": "f32", "v": "f16", "window": 0, "length": 10,
-        "bytes": manifest + 2 * IDENTITY.page_bytes, "last_used": 5.0,
+        "bytes": manifest + 10 * IDENTITY.token_bytes, "last_used": 5.0,
     }  # fmt: skip
     assert (report["bytes"], report["budget"]) == (on_disk(tmp_path), 10_000)
     assert (report["read_only"], report["moved_aside"]) == ("", 0)
@@ -72,20 +75,77 @@ def test_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
 
 
-def test_a_longer_prefix_writes_only_what_is_new(tmp_path: Path) -> None:
-    """Field report 28."""
+class CountedWrites:
+    """os.pwrite that counts bytes."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.write = os.pwrite
+
+    def __call__(self, descriptor: int, data: Any, offset: int) -> int:
+        n = self.write(descriptor, data, offset)
+        self.n_bytes += n
+        return n
+
+
+@pytest.mark.parametrize("turn", [3, 20, 64, 90])
+@pytest.mark.parametrize("logits_tokens", [0, 5, 30])
+def test_fifty_growing_turns_write_little_more_than_the_last_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int, logits_tokens: int
+) -> None:
+    """Field report 28: K/V, ids, tables, manifests and logits; sizes in proportion as on real models."""
+    token_bytes, page, turns = 6144, 64, 50
+    identity = dataclasses.replace(IDENTITY, page=page, page_bytes=page * token_bytes)
+    kv = np.random.default_rng(2).integers(0, 256, (turns * turn, token_bytes), dtype=np.uint8)
+    ids = np.arange(turns * turn, dtype="<i4")
+
+    def read_page(index: int, start: int, n: int, buffer: memoryview) -> None:
+        at = index * page + start
+        buffer[:] = kv[at : at + n].tobytes()
+
     store = store_of(tmp_path)
-    before = 0
-    written = 0
-    for turn in range(1, 51):
-        store.save(image(range(3 * PAGE * turn), LOGITS))
-        after = on_disk(tmp_path)
-        written += after - before
-        before = after
-    kept = 150 * IDENTITY.page_bytes
-    pages = sum(file.stat().st_size for file in files(tmp_path, ".pages"))
-    assert pages < 1.5 * kept + 50 * 200  # 200 bytes of head for each file
-    assert len(files(tmp_path, ".pages")) == 50
+    counted = CountedWrites()
+    monkeypatch.setattr(os, "pwrite", counted)
+    names = []
+    for number in range(1, turns + 1):
+        logits = bytes([number]) * (logits_tokens * token_bytes)
+        names.append(store.save(Image(identity, ids[: number * turn].tobytes(), logits, read_page)))
+    final = turns * turn * token_bytes + logits_tokens * token_bytes
+    assert final <= counted.n_bytes <= 1.5 * final
+    for number in (1, 17, 49, 50):
+        loaded = np.zeros_like(kv)
+
+        def write_page(index: int, start: int, n: int, data: memoryview, into: Any = loaded) -> None:
+            at = index * page + start
+            into[at : at + n] = np.frombuffer(data, np.uint8).reshape(n, token_bytes)
+
+        store.read(names[number - 1], write_page)
+        assert (loaded[: number * turn] == kv[: number * turn]).all()
+        assert not loaded[number * turn :].any()
+
+
+def test_logits_are_written_once_for_enough_tokens(tmp_path: Path) -> None:
+    """Logits of 8 bytes are worth it for 32 bytes of K/V: four tokens since the last ones."""
+    store = store_of(tmp_path)
+    has_logits = [bool(load(store, store.save(image(range(n), LOGITS)))[1]) for n in range(1, 13)]
+    assert has_logits == [n in (4, 8, 12) for n in range(1, 13)]
+    assert not load(store, store.save(image(range(7), LOGITS)))[1]  # asked again, the answer is the same
+    other = store.save(image([*range(4), 90, 91, 92, 93], LOGITS))
+    assert load(store, other)[1] == LOGITS
+
+
+def test_what_one_turn_adds_to_a_page_is_a_piece_of_its_own(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    names = [store.save(image(range(n))) for n in (2, 3, 10, 11)]
+    sizes = [path.stat().st_size for path in files(tmp_path, ".pages")]
+    assert len(sizes) == 4
+    data = sum(len(path.read_bytes()) for path in files(tmp_path, ".pages"))
+    store.drop(names[1])
+    assert data == sum(len(path.read_bytes()) for path in files(tmp_path, ".pages"))  # longer ones need it
+    for name, n in zip((names[0], *names[2:]), (2, 10, 11), strict=True):
+        assert load(store, name)[0] == kv_bytes(id_bytes(range(n)))
+    assert store.save(image([0, 1, 2, 77])) not in names  # parts of it in the middle of a page
+    assert len(files(tmp_path, ".pages")) == 5
 
 
 def test_saving_the_same_twice_writes_nothing(tmp_path: Path) -> None:

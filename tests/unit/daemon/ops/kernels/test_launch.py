@@ -38,7 +38,7 @@ class PretendedLibrary:
     allowed: list[int] = field(default_factory=list)
 
     def cuFuncGetAttribute(self, value: Any, number: Any, function: Any) -> int:
-        value._obj.value = {1: self.static_shared, 3: 0, 4: 40}[number.value]
+        value._obj.value = {0: 1024, 1: self.static_shared, 3: 0, 4: 40}[number.value]
         return 0
 
     def cuFuncSetAttribute(self, function: Any, number: Any, value: Any) -> int:
