@@ -104,8 +104,12 @@ class SlotCache:
     def start(self, session: Session, text: TextTools) -> None:
         """Forget the daemon before, empty the slots of this one, and load what is known from disk.
 
-        A daemon that does not say what it is, or does not answer, is used without caches.
+        A daemon that does not say what it is, or does not answer, is used without caches. Again for a session
+        that is in use: nothing is forgotten.
         """
+        with self._lock:
+            if session is self._session:
+                return
         identity = None if not self._wanted else self._identity(session.hello, text)
         with self._lock:
             self._session = None

@@ -1,4 +1,14 @@
-"""Ten agent tasks over one long list of tools, under a limit that forces out-of-memory (S133, S134)."""
+"""Ten agent tasks over one long list of tools, under a limit that forces out-of-memory (S133, S134).
+
+First with a client of the test's own, whose every answer is compared, then through the real client at the
+length of the source's prompts. `python -m tests.bench.agent` prints the numbers.
+
+Why one of the loops under `seed` has a trim interval. That policy frees every slot, so the request behind a
+failure computes its whole prompt again, and without a trim rung all buffers of that computation stay cached:
+the retry needs more than any request that starts from a slot. Where the blocks of one long prefill are what
+fills the memory, the retry fails as the first try did (what the source's trim patch is for, S148). Where the
+slots fill it, `seed` needs no trim: they are gone when the request comes again.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +22,11 @@ import pytest
 
 from slotd.protocol.messages import AllCleared, Event, SnapInline, Tokens
 from slotd.protocol.wire import parse_event
+from tests.fakes.agent_loop import N_TASKS, N_TOOLS, Outcome, run_agent
 from tests.fakes.daemon_process import DaemonProcess
 from tests.fakes.tiny_gguf import write_tiny_llama
 
-N_TASKS, N_TOOLS, N_CALLS, N_GEN = 10, 31, 2, 8
+N_CALLS, N_GEN = 2, 8
 SLOTS = 8
 FLAGS = ("--max-ctx=4096", "--chunk=128", f"--slots={SLOTS}", "--exact")
 
@@ -138,9 +149,64 @@ def test_s133_the_ladder_completes_every_task_with_one_clean_call_each(model: Pa
 
 
 def test_s133_seed_completes_every_task_with_one_retry_for_each_recovery(model: Path) -> None:
-    """The trim interval keeps one long prefill within the limit, as headroom does in S134."""
+    """One long prefill nearly fills the limit (see above): the trim interval is what lets the retry pass."""
     flags = ("--memory-limit=20MiB", "--prefill-pool-trim-tokens=256")
     agent, said, recovery = run(model, "seed", *flags)
     assert said == without_a_limit(model)
     assert 0 < agent.retries <= agent.cleared == recovery["all_cleared"]
     assert agent.calls == N_TASKS * N_CALLS + agent.retries
+
+
+# ----- through the client, at the full length
+
+#: Small pieces keep what one prefill leaves in the pool small beside what the slots hold.
+LONG_FLAGS = ("--max-ctx=32768", "--chunk=16", "--exact")
+
+
+def run_long(model: Path, *flags: str) -> Outcome:
+    return run_agent(model, 56, [*LONG_FLAGS, *flags], prefix_slots=7, question_words=1100)
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("agent") / "long.gguf"
+    return write_tiny_llama(path, n_ctx=32768, n_layer=2, n_embd=32, n_head=1, n_head_kv=1, n_ff=32)
+
+
+@cache
+def long_without_a_limit(model: Path) -> Outcome:
+    return run_long(model)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("policy", "limit"), [("ladder", 20), ("seed", 28)])
+def test_s133_at_full_length_through_the_client(long_model: Path, policy: str, limit: int) -> None:
+    """Prompts of about 17,000 tokens. `seed` without a trim interval: at most one retry for each recovery."""
+    free = long_without_a_limit(long_model)
+    outcome = run_long(long_model, f"--memory-limit={limit}MiB", f"--oom-policy={policy}")
+    print(f"{policy}: {outcome}")
+    assert 16_000 <= outcome.longest <= 18_000
+    assert outcome.answers == free.answers
+    check(outcome, policy)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("policy", "limit"), [("ladder", 740), ("seed", 800)])
+def test_s133_smollm2(default_model: Path, policy: str, limit: int) -> None:
+    """A real model, prompts of about 2,000 tokens, short answers. Here too `seed` has no trim interval."""
+    flags = ["--max-ctx=4096", f"--memory-limit={limit}MiB", f"--oom-policy={policy}"]
+    outcome = run_agent(default_model, 22, flags, prefix_slots=7, question_words=300, max_tokens=4)
+    print(f"{policy}: {outcome}")
+    assert 2_000 <= outcome.longest <= 2_500
+    check(outcome, policy)
+
+
+def check(outcome: Outcome, policy: str) -> None:
+    """Everything done; `ladder` with one clean call each, `seed` with one retry for each recovery at most."""
+    assert outcome.completed == N_TASKS
+    assert outcome.recoveries > 0
+    if policy == "ladder":
+        assert (outcome.calls, outcome.retries) == (N_TASKS * N_CALLS, 0)
+    else:
+        assert 0 < outcome.retries <= outcome.cleared == outcome.recovery["all_cleared"]
