@@ -48,8 +48,8 @@ BLOCK = ("first_row", "n_rows", "first_page", "position")
 
 _ALIGNMENT = 16
 
-#: Page addresses of a sequence's K and V in layer 0, head 0, place 0: uint64 [pages] each.
-PageAddresses = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+#: Addresses of a sequence's pages in layer 0, head 0, place 0, of K and of V: uint64 [2, pages].
+PageAddresses = npt.NDArray[np.uint64]
 
 Views = dict[str, npt.NDArray[Any]]
 

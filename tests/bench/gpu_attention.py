@@ -55,7 +55,7 @@ class Pages:
             segments.append(segment)
         return cls(shape, n_layer, segments)
 
-    def addresses(self, n_pages: int) -> tuple[np.ndarray, np.ndarray]:
+    def addresses(self, n_pages: int) -> np.ndarray:
         k_page, v_page = (
             self.shape.n_head_kv * TILE * n for n in (self.shape.k_row_bytes, self.shape.v_row_bytes)
         )
@@ -63,7 +63,7 @@ class Pages:
         index = (np.arange(n_pages) % SEGMENT_PAGES).astype(np.uint64)
         k = base + index * np.uint64(k_page)
         v = base + np.uint64(self.n_layer * SEGMENT_PAGES * k_page) + index * np.uint64(v_page)
-        return k, v
+        return np.stack([k, v])
 
 
 def random_rows(name: str, dim: int) -> Any:

@@ -195,7 +195,7 @@ class Placed:
                 segment, part = self.segments[number], timeline.take(slice(first, first + PAGE))
                 for plane, x in ((segment.k, part.k), (segment.v, part.v)):
                     write_stored(x.swapaxes(0, 1), plane[LAYER, index, :, : len(part)])
-                    write_stored(x.swapaxes(0, 1) * 0 + 7, plane[1 - LAYER, index, :, : len(part)])
+                    write_stored(np.full_like(x.swapaxes(0, 1), 7), plane[1 - LAYER, index, :, : len(part)])
             tokens = list(range(len(call.rows)))
             if call.parents is None:
                 parts.append(Rows.chain(sequence, tokens, logits="all"))
@@ -223,7 +223,7 @@ class Placed:
         for block, image in zip(self.blocks, self.images, strict=True):
             assert (self.rig.device.download(block) == image).all(), "attention wrote into a page"
 
-    def addresses(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    def addresses(self, sequence: Sequence) -> np.ndarray:
         shape = self.rig.shape
         k_page, v_page = (shape.n_head_kv * PAGE * n for n in (shape.k_row_bytes, shape.v_row_bytes))
         k, v = [], []
@@ -232,7 +232,7 @@ class Placed:
             base = self.rig.device.address(self.blocks[number])
             k.append(base + index * k_page)
             v.append(base + N_LAYER * SEGMENT_PAGES * k_page + index * v_page)
-        return np.array(k, np.uint64), np.array(v, np.uint64)
+        return np.array([k, v], np.uint64)
 
     def pack(
         self, step: bool, bucket: int | None = None, context: int | None = None
@@ -240,7 +240,7 @@ class Placed:
         """The call in a buffer on the device."""
         shape, rows = self.rig.shape, self.rows
         addresses = [self.addresses(sequence) for sequence in rows.sequences]
-        n_pages = sum(len(k) for k, _ in addresses)
+        n_pages = sum(table.shape[1] for table in addresses)
         context = context or max(len(sequence.pages) for sequence in rows.sequences) * PAGE
         if step:
             layout = BatchLayout.for_steps(bucket or len(rows), n_pages, context, shape.per_group)

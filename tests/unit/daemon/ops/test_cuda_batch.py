@@ -35,8 +35,7 @@ def sequence(committed: int) -> Sequence:
 
 def pages(n: int, seed: int) -> PageAddresses:
     rng = np.random.default_rng(seed)
-    k, v = rng.integers(1, 2**40, (2, n)).astype(np.uint64) * np.uint64(256)
-    return k, v
+    return rng.integers(1, 2**40, (2, n)).astype(np.uint64) * np.uint64(256)
 
 
 def pack(parts: list[Rows], bucket: int, per_group: int = 5) -> tuple[BatchLayout, dict, list[PageAddresses]]:
@@ -46,7 +45,7 @@ def pack(parts: list[Rows], bucket: int, per_group: int = 5) -> tuple[BatchLayou
         pages(-(-(len(s) + n) // TILE), i)
         for i, (s, n) in enumerate(zip(rows.sequences, counts, strict=True))
     ]
-    n_pages = sum(len(k) for k, _ in addresses)
+    n_pages = sum(table.shape[1] for table in addresses)
     layout = BatchLayout.for_steps(bucket, n_pages, 8192, per_group)
     buffer = np.full(layout.nbytes, 0xEE, np.uint8)
     views = layout.views(buffer)
