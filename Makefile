@@ -92,6 +92,7 @@ kernels: install-test
 bench: install-test
 	"$(VENV)/bin/slotd" bench $(if $(MODEL),-m "$(MODEL)")
 	"$(PY)" -m tests.bench
+	"$(PY)" -m tests.bench.snapshots
 
 bench-gpu: links
 	$(call on_gpu,-m tests.bench.gpu $(if $(MODEL),-m "$(MODEL)"))
