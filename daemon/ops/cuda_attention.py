@@ -202,6 +202,7 @@ class CudaAttention:
         self.shape = shape
         self._limits = limits
         self._find = find
+        self._kind = "f16" if shape.k_type == shape.v_type == "f16" else "any"
         self._k_layer_bytes = SEGMENT_PAGES * shape.n_head_kv * TILE * shape.k_row_bytes
         self._v_layer_bytes = SEGMENT_PAGES * shape.n_head_kv * TILE * shape.v_row_bytes
 
@@ -305,7 +306,7 @@ class CudaAttention:
             n_stages=n_stages,
         )
         grid = min(layout.entries * shape.n_head_kv, self._limits.multiprocessors * per_multiprocessor)
-        name = f"attention_{'wide' if wide else 'narrow'}_{shape.head_dim}"
+        name = f"attention_{'wide' if wide else 'narrow'}_{self._kind}_{shape.head_dim}"
         self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
         if not inside:
             combine = self._find(f"attention_combine_{shape.head_dim}")
@@ -347,7 +348,7 @@ class CudaAttention:
                 f"the device has {self._limits.shared_per_block}"
             )
         grid = (shape.n_head, batch.n_entries)
-        name = f"attention_prompt_{shape.head_dim}"
+        name = f"attention_prompt_{self._kind}_{shape.head_dim}"
         self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
 
     def attention_plain(

@@ -195,7 +195,7 @@ class Placed:
                 segment, part = self.segments[number], timeline.take(slice(first, first + PAGE))
                 for plane, x in ((segment.k, part.k), (segment.v, part.v)):
                     write_stored(x.swapaxes(0, 1), plane[LAYER, index, :, : len(part)])
-                    write_stored(x.swapaxes(0, 1) * 0 + 7, plane[1 - LAYER, index, :, : len(part)])
+                    write_stored(np.full_like(x.swapaxes(0, 1), 7), plane[1 - LAYER, index, :, : len(part)])
             tokens = list(range(len(call.rows)))
             if call.parents is None:
                 parts.append(Rows.chain(sequence, tokens, logits="all"))

@@ -11,7 +11,7 @@
 // part for each of its rows; the block that leaves a row's last part joins them, or attention_combine does.
 #include "attention.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = TILE_THREADS;
 constexpr int N_WARPS = THREADS / WARP;
 constexpr int SPLIT_TILES = 8;
 constexpr int NARROW_ROWS = 16;  // rows of one mma
@@ -87,13 +87,13 @@ struct Narrow {
     // limit: last position of the tile that the rows see.
     DEVICE void fold(const Layout<D>& at, const u32 q[D / 16][4], const float factor[2], const u8* k, const u8* v, int limit) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-        float s[2][4] = {};
+        float s[2][4];
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk) {
             u32 b[4];
             fragment_b<D>(b, k, warp, kk);
-            mma_m16n8k16(s[0], q[kk], b);
-            mma_m16n8k16(s[1], q[kk], b + 2);
+            multiply(s[0], q[kk], b, kk == 0);
+            multiply(s[1], q[kk], b + 2, kk == 0);
         }
         const int first = 16 * warp + 2 * t;
 #pragma unroll
@@ -103,7 +103,7 @@ struct Narrow {
                 if (first + 8 * j + (i & 1) > limit) s[j][i] = -INF;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float largest = max_or_nan(max_or_nan(s[0][2 * h], s[0][2 * h + 1]), max_or_nan(s[1][2 * h], s[1][2 * h + 1]));
+            float largest = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
             largest = row_max(largest);
             if (t == 0) at.peaks[warp * NARROW_ROWS + g + 8 * h] = largest;
         }
@@ -113,7 +113,7 @@ struct Narrow {
         for (int h = 0; h < 2; ++h) {
             float largest = at.peaks[g + 8 * h];
 #pragma unroll
-            for (int w = 1; w < N_WARPS; ++w) largest = max_or_nan(largest, at.peaks[w * NARROW_ROWS + g + 8 * h]);
+            for (int w = 1; w < N_WARPS; ++w) largest = fmaxf(largest, at.peaks[w * NARROW_ROWS + g + 8 * h]);
             tile_peak[h] = __fmul_rn(largest, factor[h]);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -122,24 +122,24 @@ struct Narrow {
             }
         }
         __syncthreads();
-        float x[D / 32][4] = {}, sum[4] = {};
+        float x[D / 32][4], sum[4];
         const u32 ones[2] = {0x3c003c00u, 0x3c003c00u};
 #pragma unroll
         for (int kk = 0; kk < TILE / 16; ++kk) {
             u32 p[4];
             fragment_a<TILE>(p, at.weights, 0, kk);
-            mma_m16n8k16(sum, p, ones);
+            multiply(sum, p, ones, kk == 0);
 #pragma unroll
             for (int n = 0; n < D / 64; ++n) {
                 u32 b[4];
                 fragment_b_transposed<D>(b, v, warp * (D / 64) + n, kk);
-                mma_m16n8k16(x[2 * n], p, b);
-                mma_m16n8k16(x[2 * n + 1], p, b + 2);
+                multiply(x[2 * n], p, b, kk == 0);
+                multiply(x[2 * n + 1], p, b + 2, kk == 0);
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float next = max_or_nan(peak[h], tile_peak[h]);
+            float next = fmaxf(peak[h], tile_peak[h]);
             float old_weight = exp2_shared(peak[h] - next), tile_weight = exp2_shared(tile_peak[h] - next);
             peak[h] = next;
             l[h] = joined(l[h], old_weight, sum[2 * h], tile_weight);
@@ -174,7 +174,7 @@ struct Wide {
     template <int M>
     DEVICE void fold(const Layout<D>& at, const float factor[2][2], const u8* k, const u8* v) {
         const int warp = threadIdx.x / WARP;
-        float s[M][TILE / 8][4] = {};
+        float s[M][TILE / 8][4];
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk) {
             u32 q[M][4];
@@ -186,8 +186,8 @@ struct Wide {
                 fragment_b<D>(b, k, n, kk);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    mma_m16n8k16(s[m][2 * n], q[m], b);
-                    mma_m16n8k16(s[m][2 * n + 1], q[m], b + 2);
+                    multiply(s[m][2 * n], q[m], b, kk == 0);
+                    multiply(s[m][2 * n + 1], q[m], b + 2, kk == 0);
                 }
             }
         }
@@ -195,13 +195,12 @@ struct Wide {
         float old_weight[M][2], tile_weight[M][2];
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-            float sum[4] = {};
-            float tile_peak[2];
+            float sum[4], tile_peak[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float largest = s[m][0][2 * h];
 #pragma unroll
-                for (int j = 0; j < TILE / 8; ++j) largest = max_or_nan(max_or_nan(largest, s[m][j][2 * h]), s[m][j][2 * h + 1]);
+                for (int j = 0; j < TILE / 8; ++j) largest = fmaxf(fmaxf(largest, s[m][j][2 * h]), s[m][j][2 * h + 1]);
                 tile_peak[h] = __fmul_rn(row_max(largest), factor[m][h]);
 #pragma unroll
                 for (int j = 0; j < TILE / 8; ++j)
@@ -209,10 +208,10 @@ struct Wide {
             }
             const u32 ones[2] = {0x3c003c00u, 0x3c003c00u};
 #pragma unroll
-            for (int kk = 0; kk < TILE / 16; ++kk) mma_m16n8k16(sum, p[m][kk], ones);
+            for (int kk = 0; kk < TILE / 16; ++kk) multiply(sum, p[m][kk], ones, kk == 0);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float next = max_or_nan(peak[m][h], tile_peak[h]);
+                float next = fmaxf(peak[m][h], tile_peak[h]);
                 old_weight[m][h] = exp2_shared(peak[m][h] - next);
                 tile_weight[m][h] = exp2_shared(tile_peak[h] - next);
                 peak[m][h] = next;
@@ -221,15 +220,15 @@ struct Wide {
         }
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
-            float x[M][2][4] = {};
+            float x[M][2][4];
 #pragma unroll
             for (int kk = 0; kk < TILE / 16; ++kk) {
                 u32 b[4];
                 fragment_b_transposed<D>(b, v, n, kk);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    mma_m16n8k16(x[m][0], p[m][kk], b);
-                    mma_m16n8k16(x[m][1], p[m][kk], b + 2);
+                    multiply(x[m][0], p[m][kk], b, kk == 0);
+                    multiply(x[m][1], p[m][kk], b + 2, kk == 0);
                 }
             }
 #pragma unroll
@@ -266,7 +265,7 @@ struct Joint {
             float peak = w.x, split_l = w.y, x = __ldcg(sums + i * sum_stride);
             for (++i; i < stop && (tail_tile + i - n_shared) % SPLIT_TILES != 0; ++i) {
                 float2 tile = __ldcg(weights + static_cast<u64>(i) * weight_stride);
-                float next = max_or_nan(peak, tile.x);
+                float next = fmaxf(peak, tile.x);
                 float old_weight = exp2_shared(peak - next), tile_weight = exp2_shared(tile.x - next);
                 x = joined(x, old_weight, __ldcg(sums + i * sum_stride), tile_weight);
                 split_l = joined(split_l, old_weight, tile.y, tile_weight);
@@ -296,7 +295,7 @@ DEVICE void join_parts(const Step& step, int row, int group) {
         const float2* weights = step.part_weights + at;
         const u64 stride = static_cast<u64>(heads.n_head) * D;
         float largest = -INF;
-        for (int i = 0; i < n_parts; ++i) largest = max_or_nan(largest, __ldcg(weights + static_cast<u64>(i) * heads.n_head).x);
+        for (int i = 0; i < n_parts; ++i) largest = fmaxf(largest, __ldcg(weights + static_cast<u64>(i) * heads.n_head).x);
         Joint joint = {0.0f, 0.0f};
 #pragma unroll 4
         for (int i = 0; i < whole; ++i) {
@@ -306,7 +305,7 @@ DEVICE void join_parts(const Step& step, int row, int group) {
             joint.l = __fmaf_rn(weight, w.y, joint.l);
         }
         joint.add(sums, weights, stride, heads.n_head, whole, n_parts, n_shared, tail_tile, largest);
-        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d] = normalised(joint.sum, joint.l);
+        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d] = normalised(joint.sum, __frcp_rn(joint.l));
     }
 }
 
@@ -412,7 +411,8 @@ DEVICE void run_narrow(const Step& step, const Layout<D>& at, const Entry& entry
             const int d = warp * (D / 4) + 8 * j + 2 * t;
             float x = state.o[j][2 * h], y = state.o[j][2 * h + 1];
             if (alone) {
-                float2 result = make_float2(normalised(x, state.l[h]), normalised(y, state.l[h]));
+                const float inverse = __frcp_rn(state.l[h]);
+                float2 result = make_float2(normalised(x, inverse), normalised(y, inverse));
                 *reinterpret_cast<float2*>(step.heads.out + (static_cast<u64>(row) * step.heads.n_head + head) * D + d) = result;
             } else {
                 store_part(step, D, row, head, entry.part, d, x, y);
@@ -450,8 +450,10 @@ DEVICE void run_wide(const Step& step, const Layout<D>& at, const Entry& entry, 
         }
 }
 
-template <int D, bool WIDE>
-DEVICE void attend(const Step& step) {
+// HALVES: K and V are f16, known when this is compiled: fewer registers and instructions in the loop.
+template <int D, bool WIDE, bool HALVES>
+DEVICE void attend(Step step) {
+    if (HALVES) step.heads.k_type = step.heads.v_type = KV_F16;
     extern __shared__ uint4 memory[];
     constexpr int MOST_ROWS = WIDE ? WIDE_ROWS : NARROW_ROWS;
     __shared__ u32 last[64];
@@ -493,10 +495,14 @@ DEVICE void attend(const Step& step) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_64(const Step step) { attend<64, false>(step); }
-extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_128(const Step step) { attend<128, false>(step); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_64(const Step step) { attend<64, true>(step); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_128(const Step step) { attend<128, true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_f16_64(const Step step) { attend<64, false, true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_f16_128(const Step step) { attend<128, false, true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_f16_64(const Step step) { attend<64, true, true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_f16_128(const Step step) { attend<128, true, true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_any_64(const Step step) { attend<64, false, false>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_any_128(const Step step) { attend<128, false, false>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_any_64(const Step step) { attend<64, true, false>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_any_128(const Step step) { attend<128, true, false>(step); }
 
 // ----- joining many parts: a block has 32 dimensions of one row and head
 
@@ -519,12 +525,12 @@ DEVICE void combine(const Step& step) {
     const float* part_sums = step.part_sums + at * D + d;
     const float2* part_weights = step.part_weights + at;
     float largest = -INF;
-    for (int i = threadIdx.x; i < n_parts; i += THREADS) largest = max_or_nan(largest, __ldcg(part_weights + static_cast<u64>(i) * heads.n_head).x);
+    for (int i = threadIdx.x; i < n_parts; i += THREADS) largest = fmaxf(largest, __ldcg(part_weights + static_cast<u64>(i) * heads.n_head).x);
     largest = warp_max(largest);
     if (lane == 0) peaks[warp] = largest;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < N_WARPS; ++w) largest = max_or_nan(largest, peaks[w]);
+    for (int w = 0; w < N_WARPS; ++w) largest = fmaxf(largest, peaks[w]);
     Joint joint = {0.0f, 0.0f};
     for (int start = 0; start < whole; start += JOINED_AT_ONCE) {
         const int n = min(JOINED_AT_ONCE, whole - start);
@@ -546,7 +552,7 @@ DEVICE void combine(const Step& step) {
     }
     if (warp == 0) {
         joint.add(part_sums + lane, part_weights, stride, heads.n_head, whole, n_parts, n_shared, tail_tile, largest);
-        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d + lane] = normalised(joint.sum, joint.l);
+        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d + lane] = normalised(joint.sum, __frcp_rn(joint.l));
     }
 }
 

@@ -62,17 +62,24 @@ DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first
     }
 }
 
+// d = a b for the first step of a sum, else d += a b. `first` is known when this is compiled.
+DEVICE void multiply(float d[4], const u32 a[4], const u32 b[2], bool first) {
+    if (first) mma_m16n8k16_first(d, a, b);
+    else mma_m16n8k16(d, a, b);
+}
+
 // exp of a score against its tile's or row's peak.
 DEVICE float softmax_weight(float product, float factor, float peak) { return exp2_shared(__fmaf_rn(product, factor, -peak)); }
 
 // x of a part with one peak joined to y of the next part, each with the weight of its peak against the common one.
 DEVICE float joined(float x, float weight_x, float y, float weight_y) { return __fmaf_rn(x, weight_x, __fmul_rn(y, weight_y)); }
 
-// The largest of the four lanes that share a row of an mma result.
+// The largest of the four lanes that share a row of an mma result. A NaN among the scores may be passed over here:
+// its own weight is NaN all the same.
 DEVICE float row_max(float v) {
-    v = max_or_nan(v, __shfl_xor_sync(ALL_LANES, v, 1));
-    return max_or_nan(v, __shfl_xor_sync(ALL_LANES, v, 2));
+    v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 1));
+    return fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 2));
 }
 
-// Sums divided by the sum of weights; never a negative zero.
-DEVICE float normalised(float sum, float weights) { return __fadd_rn(__fdiv_rn(sum, weights), 0.0f); }
+// Sums times 1 / the sum of weights; never a negative zero.
+DEVICE float normalised(float sum, float inverse) { return __fadd_rn(__fmul_rn(sum, inverse), 0.0f); }

@@ -92,5 +92,5 @@ extern "C" __global__ void __launch_bounds__(TILE) attention_plain(const Plain a
 #pragma unroll
     for (int j = 0; j < MOST_DIMS / TILE; ++j)
         if (thread + j * TILE < a.value_dim)
-            heads.out[(static_cast<u64>(row) * heads.n_head + head) * a.value_dim + thread + j * TILE] = normalised(o[j], l);
+            heads.out[(static_cast<u64>(row) * heads.n_head + head) * a.value_dim + thread + j * TILE] = normalised(o[j], __frcp_rn(l));
 }

@@ -5,7 +5,7 @@
 // rows are beside it. Places behind the last row of the block are read as zeros.
 #include "attention.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = TILE_THREADS;
 constexpr int BLOCK_ROWS = 128;
 
 // As packed by ops/cuda_batch.py: consecutive rows of a chain.
@@ -35,10 +35,11 @@ struct State {
     float o[2][D / 8][4];
     float peak[2][2], l[2][2];  // peak of the products, not scaled; l: of this lane's columns
 
-    // limit: last column that the warp's row 0 sees; row r sees r more.
+    // limit: last column that the warp's row 0 sees; row r sees r more. MASKED: some row does not see them all.
+    template <bool MASKED>
     DEVICE void fold(const u8* queries, const float factor[2][2], const u8* k, const u8* v, int limit) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-        float s[2][TILE / 8][4] = {};
+        float s[2][TILE / 8][4];
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk) {
             u32 q[2][4];
@@ -50,12 +51,12 @@ struct State {
                 fragment_b<D>(b, k, n, kk);
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
-                    mma_m16n8k16(s[m][2 * n], q[m], b);
-                    mma_m16n8k16(s[m][2 * n + 1], q[m], b + 2);
+                    multiply(s[m][2 * n], q[m], b, kk == 0);
+                    multiply(s[m][2 * n + 1], q[m], b + 2, kk == 0);
                 }
             }
         }
-        if (limit < TILE - 1) {
+        if (MASKED) {
 #pragma unroll
             for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -71,8 +72,8 @@ struct State {
             for (int h = 0; h < 2; ++h) {
                 float largest = s[m][0][2 * h];
 #pragma unroll
-                for (int j = 0; j < TILE / 8; ++j) largest = max_or_nan(max_or_nan(largest, s[m][j][2 * h]), s[m][j][2 * h + 1]);
-                const float next = max_or_nan(peak[m][h], row_max(largest));
+                for (int j = 0; j < TILE / 8; ++j) largest = fmaxf(fmaxf(largest, s[m][j][2 * h]), s[m][j][2 * h + 1]);
+                const float next = fmaxf(peak[m][h], row_max(largest));
                 const float weight = exp2_shared(__fmul_rn(__fsub_rn(peak[m][h], next), factor[m][h]));
                 const float scaled = __fmul_rn(next, factor[m][h]);
                 peak[m][h] = next;
@@ -105,11 +106,13 @@ struct State {
     }
 };
 
-template <int D>
+// HALVES: K and V are f16, known when this is compiled: fewer registers and instructions in the loop.
+template <int D, bool HALVES>
 DEVICE void attend(const Prompt& prompt) {
     extern __shared__ uint4 memory[];
     __shared__ float factors[BLOCK_ROWS];
-    const Heads& heads = prompt.heads;
+    Heads heads = prompt.heads;
+    if (HALVES) heads.k_type = heads.v_type = KV_F16;
     const int head = blockIdx.x, group = head / heads.per_group();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const Block block = prompt.blocks[gridDim.y - 1 - blockIdx.y];  // the longest first
@@ -144,15 +147,18 @@ DEVICE void attend(const Prompt& prompt) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) state.o[m][j][i] = 0.0f;
     }
-    for (int tile = 0; tile < n_tiles; ++tile) {
+    int tile = 0;
+    const u8 *k, *v;
+    // Waits for the tile's K and V as halves and asks for the next tile.
+    auto begin = [&] {
         cp_async_wait<0>();
         __syncthreads();
-        const u8* stage = stages + (tile & 1) * stage_bytes;
+        k = stages + (tile & 1) * stage_bytes;
+        v = k + raw_k;
         if (tile + 1 < n_tiles) {
             request<D>(heads, block, group, stages + (~tile & 1) * stage_bytes, tile + 1, k_row_bytes, v_row_bytes);
             cp_async_commit();
         }
-        const u8 *k = stage, *v = stage + raw_k;
         if (unpack_k) {
             unpack_tile<D>(unpacked, k, heads.k_type, k_row_bytes);
             k = unpacked;
@@ -162,8 +168,15 @@ DEVICE void attend(const Prompt& prompt) {
             v = unpacked_v;
         }
         if (unpack_k || unpack_v) __syncthreads();
+    };
+    for (; tile < (block.position + 1) / TILE; ++tile) {  // seen by every row
+        begin();
+        state.template fold<false>(queries, factor, k, v, TILE - 1);
+    }
+    for (; tile < n_tiles; ++tile) {
+        begin();
         const int limit = block.position + 32 * warp - tile * TILE;
-        if (limit > -WARP && 32 * warp < block.n_rows) state.fold(queries, factor, k, v, limit);
+        if (limit > -WARP && 32 * warp < block.n_rows) state.template fold<true>(queries, factor, k, v, limit);
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -171,15 +184,17 @@ DEVICE void attend(const Prompt& prompt) {
         for (int h = 0; h < 2; ++h) {
             float l = state.l[m][h];
             l = __fadd_rn(l, __shfl_xor_sync(ALL_LANES, l, 1));
-            l = __fadd_rn(l, __shfl_xor_sync(ALL_LANES, l, 2));
+            const float inverse = __frcp_rn(__fadd_rn(l, __shfl_xor_sync(ALL_LANES, l, 2)));
             const int index = 32 * warp + 16 * m + g + 8 * h;
             if (index >= block.n_rows) continue;
             float* out = heads.out + (static_cast<u64>(block.first_row + index) * heads.n_head + head) * D + 2 * t;
 #pragma unroll
             for (int j = 0; j < D / 8; ++j)
-                *reinterpret_cast<float2*>(out + 8 * j) = make_float2(normalised(state.o[m][j][2 * h], l), normalised(state.o[m][j][2 * h + 1], l));
+                *reinterpret_cast<float2*>(out + 8 * j) = make_float2(normalised(state.o[m][j][2 * h], inverse), normalised(state.o[m][j][2 * h + 1], inverse));
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_64(const Prompt prompt) { attend<64>(prompt); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_128(const Prompt prompt) { attend<128>(prompt); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_f16_64(const Prompt prompt) { attend<64, true>(prompt); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_f16_128(const Prompt prompt) { attend<128, true>(prompt); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_any_64(const Prompt prompt) { attend<64, false>(prompt); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prompt_any_128(const Prompt prompt) { attend<128, false>(prompt); }

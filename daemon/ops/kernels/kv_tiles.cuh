@@ -7,6 +7,7 @@
 #include "portable.cuh"
 
 constexpr int TILE = 64;
+constexpr int TILE_THREADS = 128;  // load and unpack tiles together, all of a block
 
 enum KvType { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1 };
 
@@ -37,17 +38,20 @@ DEVICE int chunk_byte(int row, int chunk) {
 // The first n_rows rows of a tile; the others become zeros. f16 goes to its swizzled place, other types stay raw.
 template <int D>
 DEVICE void load_tile(u8* target, const u8* source, int type, int row_bytes, int n_rows) {
+    const int thread = threadIdx.x;
     if (type == KV_F16) {
-#pragma unroll 4
-        for (int c = threadIdx.x; c < TILE * D / 8; c += blockDim.x) {
-            int row = c / (D / 8);
-            cp_async16_or_zero(target + chunk_byte<D>(row, c % (D / 8)), source + c * 16, row < n_rows);
-        }
+        constexpr int ROWS = TILE_THREADS / (D / 8);  // a multiple of 8: the swizzle of a thread's chunks is one
+        const int row = thread / (D / 8);
+        target += chunk_byte<D>(row, thread % (D / 8));
+        source += thread * 16;
+#pragma unroll
+        for (int i = 0; i < TILE / ROWS; ++i)
+            cp_async16_or_zero(target + i * ROWS * 2 * D, source + i * TILE_THREADS * 16, row + i * ROWS < n_rows);
         return;
     }
     const int valid = n_rows * row_bytes;
 #pragma unroll 4
-    for (int byte = threadIdx.x * 16; byte < TILE * row_bytes; byte += blockDim.x * 16)
+    for (int byte = thread * 16; byte < TILE * row_bytes; byte += TILE_THREADS * 16)
         cp_async16_front(target + byte, source + byte, max(0, min(16, valid - byte)));
 }
 
@@ -68,7 +72,7 @@ struct Path {
 template <int D>
 DEVICE void gather_tile(u8* target, const Path& path, int tile, u64 offset, int type, int row_bytes, int n_rows) {
     if (type == KV_F16) {
-        for (int c = threadIdx.x; c < TILE * D / 8; c += blockDim.x) {
+        for (int c = threadIdx.x; c < TILE * D / 8; c += TILE_THREADS) {
             int row = c / (D / 8), chunk = c % (D / 8);
             const u8* source = path.row(tile * TILE + min(row, n_rows - 1), offset, row_bytes);
             cp_async16_or_zero(target + chunk_byte<D>(row, chunk), source + chunk * 16, row < n_rows);
@@ -76,7 +80,7 @@ DEVICE void gather_tile(u8* target, const Path& path, int tile, u64 offset, int 
         return;
     }
     const int words = row_bytes / 4;
-    for (int w = threadIdx.x; w < TILE * words; w += blockDim.x) {
+    for (int w = threadIdx.x; w < TILE * words; w += TILE_THREADS) {
         int row = w / words;
         const u8* source = path.row(tile * TILE + min(row, n_rows - 1), offset, row_bytes);
         cp_async4_or_zero(target + w * 4, source + (w - row * words) * 4, row < n_rows);
@@ -169,11 +173,11 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
     }
 }
 
-// A raw tile to a swizzled tile of halves, by the whole block of threads (a multiple of 64).
+// A raw tile to a swizzled tile of halves.
 template <int D>
 DEVICE void unpack_tile(u8* halves, const u8* raw, int type, int row_bytes) {
     const int row = threadIdx.x % TILE, block_bytes = row_bytes / (D / 32);
-    for (int block = threadIdx.x / TILE; block < D / 32; block += blockDim.x / TILE) {
+    for (int block = threadIdx.x / TILE; block < D / 32; block += TILE_THREADS / TILE) {
         uint4 chunks[4];
         unpack_block(chunks, raw + row * row_bytes + block * block_bytes, type);
 #pragma unroll
