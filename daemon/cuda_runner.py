@@ -221,15 +221,13 @@ class CudaRunner:
     def _new_step(self, key: Key) -> _Step:
         rows, context, pages = key
         shape = self._attention.shape
-        layout = BatchLayout.for_steps(rows, pages, context, shape.per_group)
+        layout = self._attention.step_layout(rows, pages, context)
         host = PinnedBuffer(layout.nbytes)
         while len(self._steps) >= MOST_GRAPHS:
             self._steps.popitem(last=False)
         with self._memory.capture_pool(self.drop_graphs):
             buffer = self._memory.empty((layout.nbytes,), np.uint8)
-            size = StepSpace.nbytes(layout, shape)
-            scratch = self._memory.empty((size,), np.uint8)
-        self._stream.clear(scratch.data.ptr, size)
+            scratch = self._memory.empty((StepSpace.nbytes(layout, shape),), np.uint8)
         call = CudaCall(
             self._attention,
             DeviceBatch(layout, buffer.data.ptr, rows),

@@ -24,10 +24,10 @@ SEGMENT_PAGES = 16
 
 THREADS = 128
 
-#: Up to this context a step's parts are joined by the block that brings the last one, else by another kernel.
-JOINED_INSIDE_CONTEXT = 4096
-
 _PAIRS = {"interleaved": 0, "half": 1}
+
+#: Tiles are worked on one by one, not split by split, while that takes so many rounds of all blocks or fewer.
+SINGLE_ROUNDS = 3
 
 #: Blocks of a multiprocessor that the registers allow, by kernel.
 _NARROW_BLOCKS, _WIDE_BLOCKS = 3, 2
@@ -79,12 +79,8 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepSpace:
-    """What step attention needs beside its inputs: one block of device memory, used anew by every layer.
+    """What step attention needs beside its inputs: one block of device memory, used anew by every layer."""
 
-    Zero before its first use (the kernels leave the counters at zero; after a failed launch clear it again).
-    """
-
-    arrived: int
     part_weights: int
     part_sums: int
 
@@ -96,15 +92,14 @@ class StepSpace:
     @classmethod
     def at(cls, address: int, layout: BatchLayout, shape: AttentionShape) -> StepSpace:
         """The parts of a block of memory at `address`."""
-        arrived, weights, sums, _ = _offsets(layout, shape)
-        return cls(address + arrived, address + weights, address + sums)
+        weights, sums, _ = _offsets(layout, shape)
+        return cls(address + weights, address + sums)
 
 
-def _offsets(layout: BatchLayout, shape: AttentionShape) -> tuple[int, int, int, int]:
-    counters = -(-layout.rows * shape.n_head_kv * 4 // 256) * 256
+def _offsets(layout: BatchLayout, shape: AttentionShape) -> tuple[int, int, int]:
     weights = -(-layout.most_parts * shape.n_head * 8 // 256) * 256
     sums = layout.most_parts * shape.n_head * shape.value_dim * 4
-    return 0, counters, counters + weights, counters + weights + sums
+    return 0, weights, weights + sums
 
 
 class _Heads(ctypes.Structure):
@@ -115,15 +110,15 @@ class _Heads(ctypes.Structure):
     )
 
 
-_STEP_ARRAYS = ("entries", "n_entries", "ancestors", "positions", "first_part", "shared_parts", "tail_tile")
+_STEP_ARRAYS = ("entries", "n_entries", "ancestors", "positions", "first_part", "split_parts", "first_single")
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
         ("heads", _Heads),
         *((name, ctypes.c_uint64) for name in _STEP_ARRAYS),
-        *((name, ctypes.c_uint64) for name in ("part_sums", "part_weights", "arrived")),
-        *((name, ctypes.c_int32) for name in ("join_inside", "n_stages")),
+        *((name, ctypes.c_uint64) for name in ("part_sums", "part_weights")),
+        ("n_stages", ctypes.c_int32),
     )
 
 
@@ -289,7 +284,6 @@ class CudaAttention:
         shape, layout = self.shape, batch.layout
         wide = is_wide(layout.rows, shape.per_group)
         n_stages, shared, per_multiprocessor = self.step_resources(wide)
-        inside = layout.context <= JOINED_INSIDE_CONTEXT
         args = _Step(
             heads=self._heads(layer, q, out, batch, scale),
             entries=batch.at("entries"),
@@ -297,22 +291,24 @@ class CudaAttention:
             ancestors=batch.at("ancestors"),
             positions=batch.at("positions"),
             first_part=batch.at("first_part"),
-            shared_parts=batch.at("shared_parts"),
-            tail_tile=batch.at("tail_tile"),
+            split_parts=batch.at("split_parts"),
+            first_single=batch.at("first_single"),
             part_sums=space.part_sums,
             part_weights=space.part_weights,
-            arrived=space.arrived,
-            join_inside=int(inside),
             n_stages=n_stages,
         )
         grid = min(layout.entries * shape.n_head_kv, self._limits.multiprocessors * per_multiprocessor)
         name = f"attention_{'wide' if wide else 'narrow'}_{self._kind}_{shape.head_dim}"
         self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
-        if not inside:
-            combine = self._find(f"attention_combine_{shape.head_dim}")
-            combine.launch(
-                (shape.value_dim // 32, shape.n_head, layout.rows), THREADS, (args,), stream=stream, pdl=True
-            )
+        combine = self._find(f"attention_combine_{shape.head_dim}")
+        grid_of_results = (shape.value_dim // 32, shape.n_head, layout.rows)
+        combine.launch(grid_of_results, THREADS, (args,), stream=stream, pdl=True)
+
+    def step_layout(self, rows: int, pages: int, context: int) -> BatchLayout:
+        """The batch of steps of up to `rows` rows; the longest sequence has up to `context` tokens."""
+        blocks = self.step_resources(is_wide(rows, self.shape.per_group))[2] * self._limits.multiprocessors
+        most_single = SINGLE_ROUNDS * blocks // self.shape.n_head_kv
+        return BatchLayout.for_steps(rows, pages, context, self.shape.per_group, most_single)
 
     def step_resources(self, wide: bool) -> tuple[int, int, int]:
         """Of a step kernel: stages of its pipeline, bytes of dynamic shared memory, blocks an SM."""

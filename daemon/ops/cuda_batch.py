@@ -5,10 +5,10 @@ changes from step to step is content only. `pack_step` and `pack_prompt` fill a 
 addresses. Rows beyond those of the call are padding: position -1, no place, no work.
 
 Step attention gets a work list. Tiles wholly below the committed end are the same for all rows of a sequence:
-SHARED entries, up to eight tiles (one split of 512 positions) for as many rows as one block of threads takes.
-The one or two tiles behind are work for each row: TAIL, or GATHERED when the row's ancestors are not simply
-the rows before it. Each entry leaves one part for each of its rows; a row's parts are numbered splits first,
-then tail tiles.
+SHARED entries, for as many rows as one block of threads takes. They have up to eight tiles (one split of
+512 positions), or one tile while there are so few that the device would not be filled. The one or two tiles
+behind are work for each row: TAIL, or GATHERED when the row's ancestors are not simply the rows before it.
+Each entry leaves one part for each of its rows; a row's parts are numbered splits first, then single tiles.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class BatchLayout:
         pages: capacity, of all sequences of the call together.
         entries: capacity of the work list, or of blocks of prompt rows.
         context: tokens that the longest sequence may have, rows of the call included.
+        most_single: up to so many tiles below the committed ends are entries of their own.
     """
 
     step: bool
@@ -98,15 +99,18 @@ class BatchLayout:
     pages: int
     entries: int
     context: int
+    most_single: int = 0
 
     @classmethod
-    def for_steps(cls, rows: int, pages: int, context: int, per_group: int) -> BatchLayout:
+    def for_steps(
+        cls, rows: int, pages: int, context: int, per_group: int, most_single: int = 0
+    ) -> BatchLayout:
         """Room for every step of up to `rows` rows on `pages` pages, per_group query heads for a kv head."""
         if rows > MAX_STEP_ROWS:
             raise ValueError(f"{rows} rows in a step, the limit is {MAX_STEP_ROWS}")
         groups = math.ceil(rows / rows_at_once(rows, per_group))
-        shared = (pages // SPLIT_TILES + rows) * groups
-        return cls(True, rows, pages, shared + 2 * rows, context)
+        shared = max((pages // SPLIT_TILES + rows) * groups, min(pages * groups, most_single))
+        return cls(True, rows, pages, shared + 2 * rows, context, most_single)
 
     @classmethod
     def for_prompt(cls, rows: int, pages: int, context: int) -> BatchLayout:
@@ -116,8 +120,8 @@ class BatchLayout:
     @property
     def most_parts(self) -> int:
         """Parts that the rows of a step leave at most."""
-        splits = math.ceil(min(self.pages, math.ceil(self.context / TILE)) / SPLIT_TILES)
-        return self.rows * (splits + 2)
+        tiles = min(self.pages, math.ceil(self.context / TILE))
+        return self.rows * (max(math.ceil(tiles / SPLIT_TILES), min(tiles, self.most_single)) + 2)
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
@@ -138,8 +142,8 @@ class BatchLayout:
         if self.step:
             arrays["ancestors"] = ((n, MAX_STEP_ROWS), np.dtype(np.uint8))
             arrays["first_part"] = ((n + 1,), i32)
-            arrays["shared_parts"] = ((n,), i32)
-            arrays["tail_tile"] = ((n,), i32)
+            arrays["split_parts"] = ((n,), i32)
+            arrays["first_single"] = ((n,), i32)
         arrays["entries"] = ((self.entries, len(ENTRY) if self.step else len(BLOCK)), i32)
         arrays["page_k"] = ((self.pages,), u64)
         arrays["page_v"] = ((self.pages,), u64)
@@ -208,23 +212,26 @@ def _pack_trees(
     context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
     at_once = rows_at_once(layout.rows, per_group)
     ancestors, first_part = views["ancestors"], views["first_part"]
-    shared_parts, tail_tile, entries = views["shared_parts"], views["tail_tile"], views["entries"]
+    split_parts, first_single, entries = views["split_parts"], views["first_single"], views["entries"]
+    counts = row_counts(rows)
+    single = _are_single(layout, rows, [math.ceil(count / at_once) for count in counts])
     parts = 0
     tails: list[tuple[int, ...]] = []
     n_entries = 0
     start = 0
-    for s, count in enumerate(row_counts(rows)):
+    for s, count in enumerate(counts):
         stop = start + count
         committed, first_page = int(views["committed"][s]), int(views["first_page"][s])
         tile = committed // TILE
-        n_shared = -(-tile // SPLIT_TILES)
-        shared_parts[start:stop] = n_shared
-        tail_tile[start:stop] = tile
+        n_shared = tile if single else -(-tile // SPLIT_TILES)
+        split_parts[start:stop] = 0 if single else n_shared
+        first_single[start:stop] = 0 if single else tile
         straight = _pack_ancestors(rows, start, count, ancestors)
         for first in range(start, stop, at_once):
             group = min(at_once, stop - first)
             _check("entries of the work list", n_entries + n_shared, layout.entries)
-            _pack_splits(entries[n_entries : n_entries + n_shared], first, group, first_page, tile, committed)
+            shared = entries[n_entries : n_entries + n_shared]
+            _pack_shared(shared, first, group, first_page, tile, committed, single)
             n_entries += n_shared
         for row in range(start, stop):
             first_part[row] = parts
@@ -235,8 +242,8 @@ def _pack_trees(
             parts += n_shared + last + 1 - tile
         start = stop
     first_part[n:] = parts
-    shared_parts[n:] = 0
-    tail_tile[n:] = 0
+    split_parts[n:] = 0
+    first_single[n:] = 0
     _check("entries of the work list", n_entries + len(tails), layout.entries)
     entries[n_entries : n_entries + len(tails)] = tails
     n_entries += len(tails)
@@ -260,6 +267,7 @@ def _pack_next_tokens(
         if n < layout.rows:
             views[name][n:] = filler
     views["tokens"][:n] = rows.tokens
+    single = _are_single(layout, rows, [1] * n)
     parts = n_entries = first_page = context = 0
     tails: list[tuple[int, ...]] = []
     for row, (sequence, (k, v)) in enumerate(zip(rows.sequences, addresses, strict=True)):
@@ -276,11 +284,14 @@ def _pack_next_tokens(
         views["page_k"][first_page : first_page + n_pages] = k
         views["page_v"][first_page : first_page + n_pages] = v
         views["ancestors"][row, 0] = 0
-        n_shared = -(-tile // SPLIT_TILES)
-        views["first_part"][row], views["shared_parts"][row], views["tail_tile"][row] = parts, n_shared, tile
+        n_shared = tile if single else -(-tile // SPLIT_TILES)
+        views["first_part"][row] = parts
+        views["split_parts"][row] = 0 if single else n_shared
+        views["first_single"][row] = 0 if single else tile
         _check("entries of the work list", n_entries + n_shared + len(tails) + 1, layout.entries)
         if n_shared:
-            _pack_splits(entries[n_entries : n_entries + n_shared], row, 1, first_page, tile, committed)
+            shared = entries[n_entries : n_entries + n_shared]
+            _pack_shared(shared, row, 1, first_page, tile, committed, single)
         n_entries += n_shared
         tails.append((TAIL, row, 1, first_page, tile, 1, committed, n_shared))
         parts += n_shared + 1
@@ -290,8 +301,8 @@ def _pack_next_tokens(
     entries[n_entries : n_entries + n] = tails
     n_entries += n
     views["first_part"][n:] = parts
-    views["shared_parts"][n:] = 0
-    views["tail_tile"][n:] = 0
+    views["split_parts"][n:] = 0
+    views["first_single"][n:] = 0
     entries[n_entries:, 0] = INERT
     views["counts"][:] = (n, n_entries, n, parts)
     return Packed(n, n_entries, parts, context)
@@ -396,13 +407,21 @@ def _pack_ancestors(
     return straight
 
 
-def _pack_splits(
-    entries: npt.NDArray[np.int32], first_row: int, n_rows: int, first_page: int, tiles: int, committed: int
-) -> None:
-    """SHARED entries of tiles 0 .. tiles - 1, one for each split, for rows of one sequence."""
-    splits = np.arange(len(entries), dtype=np.int32)
-    entries[:] = (SHARED, first_row, n_rows, first_page, 0, SPLIT_TILES, committed, 0)
-    entries[:, 4] = splits * SPLIT_TILES
-    entries[:, 7] = splits
-    if tiles % SPLIT_TILES:
-        entries[-1, 5] = tiles % SPLIT_TILES
+def _are_single(layout: BatchLayout, rows: Rows, groups: SequenceOf[int]) -> bool:
+    """Whether shared tiles are entries of their own. groups: entries for the rows of each sequence."""
+    tiles = (len(sequence) // TILE * n for sequence, n in zip(rows.sequences, groups, strict=True))
+    return sum(tiles) <= layout.most_single
+
+
+def _pack_shared(
+    entries: npt.NDArray[np.int32], first_row: int, n_rows: int, first_page: int, tiles: int, committed: int,
+    single: bool,
+) -> None:  # fmt: skip
+    """SHARED entries of tiles 0 .. tiles - 1, one for each tile or split, for rows of one sequence."""
+    size = 1 if single else SPLIT_TILES
+    numbers = np.arange(len(entries), dtype=np.int32)
+    entries[:] = (SHARED, first_row, n_rows, first_page, 0, size, committed, 0)
+    entries[:, 4] = numbers * size
+    entries[:, 7] = numbers
+    if tiles % size:
+        entries[-1, 5] = tiles % size

@@ -52,10 +52,6 @@ class Stream:
         """Enqueue a copy from address `source` of the device."""
         cupy.cuda.runtime.memcpyAsync(target.address, source, n_bytes, _DEVICE_TO_HOST, self._stream.ptr)
 
-    def clear(self, target: int, n_bytes: int) -> None:
-        """Enqueue zeros."""
-        cupy.cuda.runtime.memsetAsync(target, 0, n_bytes, self._stream.ptr)
-
     def capture(self, work: Callable[[], None]) -> Any:
         """A graph of what `work` enqueues. Nothing of it runs now.
 

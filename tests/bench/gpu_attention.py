@@ -93,7 +93,7 @@ class Call:
         n_pages = pages_for(len(sequence) + len(rows))
         context = n_pages * TILE
         if step:
-            layout = BatchLayout.for_steps(len(rows), n_pages, context, shape.per_group)
+            layout = self.attention.step_layout(len(rows), n_pages, context)
         else:
             layout = BatchLayout.for_prompt(len(rows), n_pages, context)
         buffer = np.zeros(layout.nbytes, np.uint8)

@@ -119,7 +119,9 @@ def test_graph_bucket_page_numbers_and_repetition_change_nothing() -> None:
     first = rig.run([call])
     for bucket in (4, 16, 64):
         assert_same_bits(rig.run([call], bucket=bucket), first, bucket)
-    assert_same_bits(rig.run([call], context=250_000), first, "joined by the other kernel")
+    assert_same_bits(rig.run([call], context=250_000), first, "another context bucket")
+    rig.most_single = 0
+    assert_same_bits(rig.run([call]), first, "splits in one piece")
     for seed in (1, 2):
         assert_same_bits(make_rig("23b", seed=seed).run([call]), first, "other pages")
 

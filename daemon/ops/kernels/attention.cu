@@ -6,9 +6,9 @@
 // warps for 16 rows or four warps for 128, together with which rows, in which block) does not change a bit.
 //
 // A work item is an entry of the host's list and a kv head. Tiles wholly below the committed end are the same for
-// all rows of a sequence and come as SHARED entries, up to eight tiles of a split; the one or two tiles behind come
-// row by row as TAIL (or GATHERED when the row's ancestors are not simply the rows before it). Each entry leaves a
-// part for each of its rows; the block that leaves a row's last part joins them, or attention_combine does.
+// all rows of a sequence and come as SHARED entries, the tiles of a split or, while they are few, one tile; the one or two
+// tiles behind come row by row as TAIL (or GATHERED when the row's ancestors are not simply the rows before it). Each
+// entry leaves a part for each of its rows; attention_combine joins them. A lone part is the result already.
 #include "attention.cuh"
 
 constexpr int THREADS = TILE_THREADS;
@@ -38,12 +38,10 @@ struct Step {
     const u8* ancestors;    // [rows][64]
     const int* positions;   // [rows], -1: padding
     const int* first_part;  // [rows + 1]
-    const int* shared_parts;  // [rows], splits that hold tiles below the committed end
-    const int* tail_tile;     // [rows], first tile behind those
+    const int* split_parts;   // [rows], parts that are splits; the parts behind them are single tiles
+    const int* first_single;  // [rows], the first of these tiles
     float* part_sums;       // [parts][n_head][D]
     float2* part_weights;   // [parts][n_head], (peak, l)
-    u32* arrived;           // [rows][n_head_kv], zero between launches
-    int join_inside;
     int n_stages;
 };
 
@@ -254,80 +252,6 @@ DEVICE void store_weights(const Step& step, int row, int head, int part, float p
     __stcg(step.part_weights + static_cast<u64>(step.first_part[row] + part) * step.heads.n_head + head, make_float2(peak, l));
 }
 
-// The last splits of a row: those that have tiles of their own for each row.
-struct Joint {
-    float sum, l;
-
-    // Adds parts first .. stop - 1; part i >= n_shared is tile tail_tile + i - n_shared. sums: of part 0 and this dimension.
-    DEVICE void add(const float* sums, const float2* weights, u64 sum_stride, int weight_stride, int first, int stop, int n_shared, int tail_tile, float largest) {
-        for (int i = first; i < stop;) {
-            float2 w = __ldcg(weights + static_cast<u64>(i) * weight_stride);
-            float peak = w.x, split_l = w.y, x = __ldcg(sums + i * sum_stride);
-            for (++i; i < stop && (tail_tile + i - n_shared) % SPLIT_TILES != 0; ++i) {
-                float2 tile = __ldcg(weights + static_cast<u64>(i) * weight_stride);
-                float next = fmaxf(peak, tile.x);
-                float old_weight = exp2_shared(peak - next), tile_weight = exp2_shared(tile.x - next);
-                x = joined(x, old_weight, __ldcg(sums + i * sum_stride), tile_weight);
-                split_l = joined(split_l, old_weight, tile.y, tile_weight);
-                peak = next;
-            }
-            float weight = exp2_shared(peak - largest);
-            sum = __fmaf_rn(weight, x, sum);
-            l = __fmaf_rn(weight, split_l, l);
-        }
-    }
-};
-
-// Parts that are whole splits: all before the split that the first tail tile joins.
-DEVICE int whole_splits(int n_shared, int tail_tile) { return tail_tile % SPLIT_TILES == 0 ? n_shared : n_shared - 1; }
-
-// All heads of a group for one row, by the whole block; few parts.
-template <int D>
-DEVICE void join_parts(const Step& step, int row, int group) {
-    const Heads& heads = step.heads;
-    const int first = step.first_part[row], n_parts = step.first_part[row + 1] - first;
-    const int n_shared = step.shared_parts[row], tail_tile = step.tail_tile[row], whole = whole_splits(n_shared, tail_tile);
-    const int per_group = heads.per_group();
-    for (int unit = threadIdx.x; unit < per_group * D; unit += blockDim.x) {
-        const int head = group * per_group + unit / D, d = unit % D;
-        const u64 at = static_cast<u64>(first) * heads.n_head + head;
-        const float* sums = step.part_sums + at * D + d;
-        const float2* weights = step.part_weights + at;
-        const u64 stride = static_cast<u64>(heads.n_head) * D;
-        float largest = -INF;
-        for (int i = 0; i < n_parts; ++i) largest = fmaxf(largest, __ldcg(weights + static_cast<u64>(i) * heads.n_head).x);
-        Joint joint = {0.0f, 0.0f};
-#pragma unroll 4
-        for (int i = 0; i < whole; ++i) {
-            float2 w = __ldcg(weights + static_cast<u64>(i) * heads.n_head);
-            float weight = exp2_shared(w.x - largest);
-            joint.sum = __fmaf_rn(weight, __ldcg(sums + i * stride), joint.sum);
-            joint.l = __fmaf_rn(weight, w.y, joint.l);
-        }
-        joint.add(sums, weights, stride, heads.n_head, whole, n_parts, n_shared, tail_tile, largest);
-        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d] = normalised(joint.sum, __frcp_rn(joint.l));
-    }
-}
-
-// Counts the parts of an entry; the block that brings a row's last one joins them.
-template <int D>
-DEVICE void arrive(const Step& step, const Entry& entry, int group, u32* last) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x < entry.n_rows) {
-        const int row = entry.first_row + threadIdx.x;
-        u32* counter = step.arrived + row * step.heads.n_head_kv + group;
-        const u32 n_parts = step.first_part[row + 1] - step.first_part[row];
-        bool complete = n_parts > 1 && atomicAdd(counter, 1) == n_parts - 1;  // a lone part is the result already
-        if (complete) *counter = 0;
-        last[threadIdx.x] = complete;
-    }
-    __syncthreads();
-    __threadfence();
-    for (int i = 0; i < entry.n_rows; ++i)
-        if (last[i]) join_parts<D>(step, entry.first_row + i, group);
-}
-
 // ----- work items
 
 // Asks for tile `tile` of an entry (counted from its first one).
@@ -456,7 +380,6 @@ DEVICE void attend(Step step) {
     if (HALVES) step.heads.k_type = step.heads.v_type = KV_F16;
     extern __shared__ uint4 memory[];
     constexpr int MOST_ROWS = WIDE ? WIDE_ROWS : NARROW_ROWS;
-    __shared__ u32 last[64];
     const Heads& heads = step.heads;
     const int k_row_bytes = kv_row_bytes(heads.k_type, D), v_row_bytes = kv_row_bytes(heads.v_type, D);
     const Layout<D> at(reinterpret_cast<u8*>(memory), MOST_ROWS, step, k_row_bytes, v_row_bytes);
@@ -486,7 +409,6 @@ DEVICE void attend(Step step) {
         __syncthreads();
         if (!WIDE || packed.count <= NARROW_ROWS) run_narrow<D>(step, at, entry, group, packed, k_row_bytes, v_row_bytes);
         else run_wide<D>(step, at, entry, group, packed, k_row_bytes, v_row_bytes);
-        if (step.join_inside) arrive<D>(step, entry, group, last);
         __syncthreads();
     }
     if (!waited) {
@@ -504,56 +426,85 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_narrow_any_12
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_any_64(const Step step) { attend<64, true, false>(step); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_wide_any_128(const Step step) { attend<128, true, false>(step); }
 
-// ----- joining many parts: a block has 32 dimensions of one row and head
+// ----- joining the parts: a block has 32 dimensions of one row and head
 
-constexpr int JOINED_AT_ONCE = 64;
+constexpr int SPLITS_AT_ONCE = 64;
+
+// Which parts of a row make up its splits. The first ones are splits already, of which the last may lack tiles.
+struct Splits {
+    int n_parts, split_parts, first_single;
+
+    DEVICE int count() const { return (first_single + n_parts - split_parts - 1) / SPLIT_TILES + 1; }
+    DEVICE int first(int split) const {
+        return split < split_parts ? split : split_parts + max(split * SPLIT_TILES - first_single, 0);
+    }
+    DEVICE int stop(int split) const {
+        const int singles = min((split + 1) * SPLIT_TILES - first_single, n_parts - split_parts);
+        return split + 1 < split_parts ? split + 1 : split_parts + max(singles, 0);
+    }
+};
 
 template <int D>
 DEVICE void combine(const Step& step) {
-    __shared__ float sums[JOINED_AT_ONCE][WARP];
-    __shared__ float2 weights[JOINED_AT_ONCE];
+    __shared__ float sums[SPLITS_AT_ONCE][WARP];
+    __shared__ float2 weights[SPLITS_AT_ONCE];  // (peak, l) of a split
     __shared__ float peaks[N_WARPS];
     const Heads& heads = step.heads;
     const int row = blockIdx.z, head = blockIdx.y, d = blockIdx.x * WARP;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int first = step.first_part[row], n_parts = step.first_part[row + 1] - first;
-    const int n_shared = step.shared_parts[row], tail_tile = step.tail_tile[row], whole = whole_splits(n_shared, tail_tile);
+    const int first_part = step.first_part[row];
+    const Splits splits = {step.first_part[row + 1] - first_part, step.split_parts[row], step.first_single[row]};
     pdl_wait();
     pdl_launch();
-    if (n_parts < 2) return;  // padding, or written by the block that had its only part
-    const u64 at = static_cast<u64>(first) * heads.n_head + head, stride = static_cast<u64>(heads.n_head) * D;
-    const float* part_sums = step.part_sums + at * D + d;
+    if (splits.n_parts < 2) return;  // padding, or written by the block that had its only part
+    const u64 at = static_cast<u64>(first_part) * heads.n_head + head, stride = static_cast<u64>(heads.n_head) * D;
+    const float* part_sums = step.part_sums + at * D + d + lane;
     const float2* part_weights = step.part_weights + at;
     float largest = -INF;
-    for (int i = threadIdx.x; i < n_parts; i += THREADS) largest = fmaxf(largest, __ldcg(part_weights + static_cast<u64>(i) * heads.n_head).x);
+    for (int i = threadIdx.x; i < splits.n_parts; i += THREADS) largest = fmaxf(largest, __ldcg(part_weights + static_cast<u64>(i) * heads.n_head).x);
     largest = warp_max(largest);
     if (lane == 0) peaks[warp] = largest;
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < N_WARPS; ++w) largest = fmaxf(largest, peaks[w]);
-    Joint joint = {0.0f, 0.0f};
-    for (int start = 0; start < whole; start += JOINED_AT_ONCE) {
-        const int n = min(JOINED_AT_ONCE, whole - start);
+    float sum = 0.0f, l = 0.0f;
+    const int n_splits = splits.count();
+    for (int start = 0; start < n_splits; start += SPLITS_AT_ONCE) {
+        const int n = min(SPLITS_AT_ONCE, n_splits - start);
         __syncthreads();
-#pragma unroll 8
-        for (int i = warp; i < n; i += N_WARPS) sums[i][lane] = __ldcg(part_sums + (start + i) * stride + lane);
-        if (threadIdx.x < n) {
-            float2 w = __ldcg(part_weights + static_cast<u64>(start + threadIdx.x) * heads.n_head);
-            weights[threadIdx.x] = make_float2(exp2_shared(w.x - largest), w.y);
+        for (int split = warp; split < n; split += N_WARPS) {
+            const int first = splits.first(start + split), count = splits.stop(start + split) - first;
+            float x[SPLIT_TILES];
+            float2 w[SPLIT_TILES];
+#pragma unroll
+            for (int i = 0; i < SPLIT_TILES; ++i)
+                if (i < count) {
+                    x[i] = __ldcg(part_sums + (first + i) * stride);
+                    w[i] = __ldcg(part_weights + static_cast<u64>(first + i) * heads.n_head);
+                }
+            float joint = x[0], peak = w[0].x, joint_l = w[0].y;
+#pragma unroll
+            for (int i = 1; i < SPLIT_TILES; ++i)
+                if (i < count) {
+                    const float next = fmaxf(peak, w[i].x);
+                    const float old_weight = exp2_shared(peak - next), tile_weight = exp2_shared(w[i].x - next);
+                    joint = joined(joint, old_weight, x[i], tile_weight);
+                    joint_l = joined(joint_l, old_weight, w[i].y, tile_weight);
+                    peak = next;
+                }
+            sums[split][lane] = joint;
+            if (lane == 0) weights[split] = make_float2(exp2_shared(peak - largest), joint_l);
         }
         __syncthreads();
         if (warp == 0) {
 #pragma unroll 8
             for (int i = 0; i < n; ++i) {
-                joint.sum = __fmaf_rn(weights[i].x, sums[i][lane], joint.sum);
-                joint.l = __fmaf_rn(weights[i].x, weights[i].y, joint.l);
+                sum = __fmaf_rn(weights[i].x, sums[i][lane], sum);
+                l = __fmaf_rn(weights[i].x, weights[i].y, l);
             }
         }
     }
-    if (warp == 0) {
-        joint.add(part_sums + lane, part_weights, stride, heads.n_head, whole, n_parts, n_shared, tail_tile, largest);
-        heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d + lane] = normalised(joint.sum, __frcp_rn(joint.l));
-    }
+    if (warp == 0) heads.out[(static_cast<u64>(row) * heads.n_head + head) * D + d + lane] = normalised(sum, __frcp_rn(l));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_combine_64(const Step step) { combine<64>(step); }

@@ -38,7 +38,9 @@ def pages(n: int, seed: int) -> PageAddresses:
     return rng.integers(1, 2**40, (2, n)).astype(np.uint64) * np.uint64(256)
 
 
-def pack(parts: list[Rows], bucket: int, per_group: int = 5) -> tuple[BatchLayout, dict, list[PageAddresses]]:
+def pack(
+    parts: list[Rows], bucket: int, per_group: int = 5, most_single: int = 0
+) -> tuple[BatchLayout, dict, list[PageAddresses]]:
     rows = Rows.join(parts)
     counts = [len(part) for part in parts]
     addresses = [
@@ -46,7 +48,7 @@ def pack(parts: list[Rows], bucket: int, per_group: int = 5) -> tuple[BatchLayou
         for i, (s, n) in enumerate(zip(rows.sequences, counts, strict=True))
     ]
     n_pages = sum(table.shape[1] for table in addresses)
-    layout = BatchLayout.for_steps(bucket, n_pages, 8192, per_group)
+    layout = BatchLayout.for_steps(bucket, n_pages, 8192, per_group, most_single)
     buffer = np.full(layout.nbytes, 0xEE, np.uint8)
     views = layout.views(buffer)
     packed = pack_step(layout, views, rows, addresses, K_BYTES, V_BYTES, per_group)
@@ -96,7 +98,10 @@ def test_ancestors_and_which_tails_are_gathered() -> None:
 @pytest.mark.parametrize("committed", [0, 1, 63, 64, 511, 512, 513, 576, 5000])
 @pytest.mark.parametrize("n", [1, 3, 23, 64])
 @pytest.mark.parametrize("per_group", [1, 3, 5, 16])
-def test_every_row_and_tile_is_worked_on_once(committed: int, n: int, per_group: int) -> None:
+@pytest.mark.parametrize("most_single", [0, 1000])
+def test_every_row_and_tile_is_worked_on_once(
+    committed: int, n: int, per_group: int, most_single: int
+) -> None:
     """Also: parts of a row are 0, 1, .. in the order of tiles, splits start at multiples of eight tiles."""
     rng = np.random.default_rng(committed + n)
     parents = [-1, *(int(rng.integers(-1, row)) for row in range(1, n))]
@@ -104,9 +109,10 @@ def test_every_row_and_tile_is_worked_on_once(committed: int, n: int, per_group:
     if n < 64:
         parts.append(Rows.chain(sequence(200), [1]))
     bucket = 24 if n < 24 else 64
-    _, views, _ = pack(parts, bucket, per_group)
+    _, views, _ = pack(parts, bucket, per_group, most_single)
     n_entries = int(views["counts"][1])
     assert (views["entries"][n_entries:, 0] == INERT).all()
+    size = 1 if most_single else 8
     covered: dict[int, dict[int, int]] = {row: {} for row in range(n)}
     for entry in views["entries"][:n_entries].tolist():
         kind, first, n_rows, first_page, first_tile, n_tiles, length, part = entry
@@ -115,10 +121,10 @@ def test_every_row_and_tile_is_worked_on_once(committed: int, n: int, per_group:
         assert (first_page, length) == (0, committed)
         assert n_rows <= rows_at_once(bucket, per_group)
         if kind == SHARED:
-            assert first_tile % 8 == 0
-            assert first_tile // 8 == part
+            assert first_tile % size == 0
+            assert first_tile // size == part
             assert (first_tile + n_tiles) * TILE <= committed
-            assert 1 <= n_tiles <= 8
+            assert 1 <= n_tiles <= size
         else:
             assert n_rows == n_tiles == 1
             assert (first_tile + 1) * TILE > committed
@@ -133,16 +139,19 @@ def test_every_row_and_tile_is_worked_on_once(committed: int, n: int, per_group:
         numbers = [covered[row][tile] for tile in range(position // TILE + 1)]
         assert numbers == sorted(numbers)
         assert set(numbers) == set(range(first_part[row + 1] - first_part[row]))
-        assert int(views["tail_tile"][row]) == committed // TILE
-        assert int(views["shared_parts"][row]) == -(-(committed // TILE) // 8)
+        assert int(views["first_single"][row]) == (0 if most_single else committed // TILE)
+        assert int(views["split_parts"][row]) == (0 if most_single else -(-(committed // TILE) // 8))
 
 
 @pytest.mark.parametrize("lengths", [[0], [63], [64], [5000], [0, 512, 575, 7000]])
 @pytest.mark.parametrize("bucket", [4, 16])
-def test_plain_decoding_is_packed_like_any_other_step(lengths: list[int], bucket: int) -> None:
+@pytest.mark.parametrize("most_single", [0, 1000])
+def test_plain_decoding_is_packed_like_any_other_step(
+    lengths: list[int], bucket: int, most_single: int
+) -> None:
     rows = Rows.next_tokens([sequence(n) for n in lengths], list(range(7, 7 + len(lengths))))
     addresses = [pages(n // TILE + 1, n) for n in lengths]
-    layout = BatchLayout.for_steps(bucket, sum(len(k) for k, _ in addresses), 8192, 5)
+    layout = BatchLayout.for_steps(bucket, sum(len(k) for k, _ in addresses), 8192, 5, most_single)
     results = []
     for pack_one in (cuda_batch._pack_next_tokens, lambda *args: cuda_batch._pack_trees(*args, 5)):
         views = layout.views(np.zeros(layout.nbytes, np.uint8))
