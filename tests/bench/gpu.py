@@ -97,7 +97,8 @@ def setting(text: str) -> tuple[str, int | str]:
     name, equals, value = text.partition("=")
     if not equals or name not in Config.__dataclass_fields__:
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=VALUE, NAME a field of the daemon's Config")
-    return name, int(value) if value.isdecimal() else value
+    number = value.isdecimal() and "int" in str(Config.__dataclass_fields__[name].type)
+    return name, int(value) if number else value
 
 
 def measure_model(

@@ -12,6 +12,7 @@ import pytest
 
 from slotd.client.tokenizer import Tokenizer
 from slotd.daemon.engine import Engine
+from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.block_types import block_type, dequantise_blocks
 from slotd.daemon.weights.reader import open_model
@@ -118,6 +119,6 @@ def test_the_tokenizer_is_valid_with_fillers(tmp_path: Path) -> None:
 
 def last_logits(path: Path) -> np.ndarray:
     with open_model(path) as file:
-        engine = Engine(file)
+        engine = Engine(file, NumpyBackend())
     outputs = engine.forward(Rows.chain(engine.open(), [5, 90, 17, 300]), Kind.PROMPT)
     return outputs.logits[0]

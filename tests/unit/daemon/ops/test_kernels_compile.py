@@ -13,6 +13,8 @@ from slotd.daemon.ops.kernels import build_all
 from slotd.daemon.ops.kernels.build import Compiled
 from slotd.daemon.ops.kernels.sources import file_of, kernel_files
 
+pytestmark = pytest.mark.timeout(600)  # two cores take minutes when nothing is on disk yet
+
 ARCHS = ("sm_80", "sm_90")
 
 #: The section of an ELF file that holds the code of one kernel.
@@ -29,7 +31,6 @@ def entry_points(cubin: bytes) -> set[str]:
     return {name.decode() for name in CODE.findall(cubin)}
 
 
-@pytest.mark.timeout(600)  # two cores take minutes when nothing is on disk yet
 def test_every_file_compiles_for_both(compiled: list[Compiled]) -> None:
     assert {(one.path, one.arch) for one in compiled} == {
         (path, arch) for path in kernel_files() for arch in ARCHS
