@@ -116,7 +116,7 @@ REPORTS = {
     19: f"{DISK}::test_an_empty_slot_cannot_be_saved",
     21: f"{DISK}::test_a_snapshot_over_the_budget_is_refused_and_the_slot_keeps_what_it_held",
     25: f"{HISTORIES}::test_p7_p9_p10_p13_a_fault_in_a_request_that_starts_from_a_slot",
-    28: f"{DISK}::test_growing_turns_write_little",
+    28: f"{DISK}::test_fifty_growing_turns_write_little_more_than_the_last_state",
     29: f"{DISK}::test_a_damaged_file_changes_nothing",
     30: f"{E2E}::test_damaged_files_of_either_side_cost_a_hit_only",
     31: f"{E2E}::test_three_identical_sends",
