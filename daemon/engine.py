@@ -193,9 +193,11 @@ class Engine:
             ValueError: malformed rows.
             OutOfDeviceMemory: sites prefill_build, prefill_embed, prefill_compute, in this order; decode (one
                 row for each sequence); verify (more).
+            DeviceLost: the device is gone.
             Interrupted: interrupt() said so.
         """
         check_rows(rows, kind, self.hyper.n_vocab, self.max_ctx)
+        self.memory.check_device()
         for sequence in rows.sequences:
             self._known(sequence)
         for sequence in rows.sequences:
