@@ -14,6 +14,7 @@ import socket
 import threading
 
 from slotd.daemon.engine_process import EngineSettings
+from slotd.daemon.kv.host_arena import HostArena, open_arena
 from slotd.daemon.link import Emit, Failed, Ping, State, ToFront
 from slotd.daemon.link_wire import Frames, decode_to_engine, encode_to_front
 from slotd.daemon.log import setup_logging
@@ -59,7 +60,7 @@ class Child:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._socket = socket.socket(fileno=settings.socket)
-        self._shared = SharedState(settings.shared)
+        self._shared = SharedState(settings.memory.state)
         self._unsent: list[bytes] = []
         faults = Faults.parse(os.environ.get(VARIABLE))
         if faults is not None and faults.spares(settings.replacements):
@@ -69,7 +70,11 @@ class Child:
         """Load the model and run to the end; returns the exit code."""
         try:
             scheduler, opened = open_engine_side(
-                self._settings.config, self.deliver, flush=self.flush, epoch=self._settings.epoch
+                self._settings.config,
+                self.deliver,
+                self._arena(),
+                flush=self.flush,
+                epoch=self._settings.epoch,
             )
             scheduler.turn()  # publishes a state, so that the front never has none
             self.deliver(opened)
@@ -83,6 +88,10 @@ class Child:
             return EXIT_FAILED
         self.flush()
         return 0
+
+    def _arena(self) -> HostArena | None:
+        memory = self._settings.memory
+        return None if memory.arena is None else open_arena(memory.arena, memory.arena_bytes, recorded=True)
 
     def deliver(self, message: ToFront) -> None:
         """Send a message; ids wait until `flush` or the next other message."""
@@ -105,10 +114,7 @@ class Child:
         while data := self._receive():
             for header, ids in frames.feed(data):
                 message = decode_to_engine(header, ids, self._shared.flags)
-                if isinstance(message, Ping):
-                    scheduler.wake()
-                else:
-                    scheduler.put(message)
+                scheduler.put(None if isinstance(message, Ping) else message)
         log.info("the front is gone")
         end_process(EXIT_FAILED)
 

@@ -29,6 +29,26 @@ VERB = "engine"
 KILL_PATIENCE = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Descriptors that an engine process inherits.
+
+    Attributes:
+        state: of the shared block.
+        arena: of the host tier, None: there is none.
+        arena_bytes: most bytes of slots in it.
+    """
+
+    state: int
+    arena: int | None = None
+    arena_bytes: int = 0
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.state,) if self.arena is None else (self.state, self.arena)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """What an engine process is started with.
@@ -36,7 +56,7 @@ class EngineSettings:
     Attributes:
         config: of the daemon.
         socket: descriptor that messages go over.
-        shared: descriptor of the shared block.
+        memory: what it shares with the front.
         epoch: of the slots.
         replacements: how many such processes were started in place of one that died.
         parent: process id of the front.
@@ -45,7 +65,7 @@ class EngineSettings:
 
     config: Config
     socket: int
-    shared: int
+    memory: SharedMemory
     epoch: int
     replacements: int
     parent: int
@@ -63,7 +83,8 @@ class EngineSettings:
         for name in ("model", "slot_dir"):
             config[name] = None if config[name] is None else Path(config[name])
         config["inactive"] = tuple(Inactive(**inactive) for inactive in config["inactive"])
-        return cls(config=Config(**config), **fields)
+        memory = SharedMemory(**fields.pop("memory"))
+        return cls(config=Config(**config), memory=memory, **fields)
 
 
 class EngineProcess:
@@ -71,7 +92,7 @@ class EngineProcess:
 
     Args:
         config: of the daemon.
-        shared: descriptor of the shared block.
+        memory: what it shares with the front.
         epoch, replacements: as in `EngineSettings`.
 
     Attributes:
@@ -81,17 +102,17 @@ class EngineProcess:
         OSError: it cannot be started.
     """
 
-    def __init__(self, config: Config, shared: int, epoch: int, replacements: int) -> None:
+    def __init__(self, config: Config, memory: SharedMemory, epoch: int, replacements: int) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             settings = EngineSettings(
-                config=config, socket=theirs.fileno(), shared=shared, epoch=epoch, replacements=replacements,
+                config=config, socket=theirs.fileno(), memory=memory, epoch=epoch, replacements=replacements,
                 parent=os.getpid(), verbosity=verbosity(),
             )  # fmt: skip
             try:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-P", "-m", "slotd.daemon", VERB, settings.to_json()],
-                    stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), shared),
+                    stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), *memory.descriptors),
                     env=blas_threads.environment(), process_group=0,
                 )  # fmt: skip
             except BaseException:

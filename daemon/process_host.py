@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from slotd.daemon.arena_directory import intact_slots
 from slotd.daemon.config import Config
 from slotd.daemon.engine_life import EngineLife, Phase
-from slotd.daemon.engine_process import KILL_PATIENCE, EngineProcess
+from slotd.daemon.engine_process import KILL_PATIENCE, EngineProcess, SharedMemory
 from slotd.daemon.in_flight import InFlight
 from slotd.daemon.link import (
     Emit,
@@ -57,16 +58,18 @@ class ProcessHost:
     Args:
         config: of the daemon.
         shared: the block that the processes share with the front.
+        memory: its descriptor, and that of the host tier.
         process: the first one, just started.
     """
 
     def __init__(
-        self, config: Config, shared: SharedState, process: EngineProcess,
+        self, config: Config, shared: SharedState, memory: SharedMemory, process: EngineProcess,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._config = config
         self._clock = clock
         self._shared = shared
+        self._memory = memory
         self._process = process
         self._life = EngineLife(clock(), config.engine_timeout)
         self._frames = Frames()
@@ -274,10 +277,11 @@ class ProcessHost:
             self._queue.clear()
             self._queue.extend(waiting if again else ())
         self._close_socket()
+        kept = tuple(intact_slots(self._memory.arena)) if not asked else ()
         if again:
             again = self._start_next()
         if not asked:
-            self._announce(reason, state)
+            self._announce(reason, state, kept)
             self._fail(lost, "device_lost", {"reason": reason})
         if not again:
             self._fail(waiting, "engine_down", self._life.refusal())
@@ -290,7 +294,7 @@ class ProcessHost:
             self._life.started(self._clock())
         try:
             self._process = EngineProcess(
-                self._config, self._shared.descriptor, self._life.epoch, self._life.replacements
+                self._config, self._memory, self._life.epoch, self._life.replacements
             )
         except OSError as error:
             log.critical("no engine process can be started: %s", error)
@@ -298,13 +302,12 @@ class ProcessHost:
             return False
         return True
 
-    def _announce(self, reason: str, state: State | None) -> None:
+    def _announce(self, reason: str, state: State | None, kept: tuple[int, ...]) -> None:
         """Say which slots went with the process, before any line about the requests that did."""
-        freed = self._seen.lost(state)
-        log.critical("the engine process died (%s): slots %s are lost", reason, freed.slots)
-        self._deliver(
-            Line(AllCleared(epoch=self._life.epoch, freed=freed.slots, kept=(), bytes=freed.device_bytes))
-        )
+        lost = self._seen.lost(state, kept)
+        log.critical("the engine process died (%s): slots %s are lost, %s kept", reason, lost.slots, kept)
+        event = AllCleared(epoch=self._life.epoch, freed=lost.slots, kept=kept, bytes=lost.device_bytes)
+        self._deliver(Line(event))
 
     def _fail(self, submits: Iterable[Submit], code: str, fields: dict[str, str | int | float]) -> None:
         for submit in submits:

@@ -7,7 +7,6 @@ is kept short while anything decodes.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -98,8 +97,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._exclusive: deque[Submit] = deque()  # park and unpark wait until nothing runs
         self._retained = RetainedSequences(max(4, parallel), engine.close)
-        publish = functools.partial(self._publish, force=True)
-        self._recovery = Recovery(engine, self._retained, deliver, publish, policy, epoch)
+        self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(True), policy, epoch)
         self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, clock)
         self._admission = Admission(engine, self._retained, self._recovery, chunk)
         self._slot_hash = SlotHash(engine.identity, engine.k_type, engine.v_type)
@@ -115,13 +113,10 @@ class Scheduler:
 
     # ----- the loop
 
-    def put(self, message: ToEngine) -> None:
-        """Queue a message of the front."""
-        self._inbox.append(message)
-        self.wake()
-
-    def wake(self) -> None:
-        """Look whether there is something to do, and publish the state; from any thread."""
+    def put(self, message: ToEngine | None) -> None:
+        """Queue a message of the front; None: look whether there is something to do, publish the state."""
+        if message is not None:
+            self._inbox.append(message)
         self._arrived.set()
 
     def run(self) -> None:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slotd.daemon.arena_directory import default_budget, make_arena
 from slotd.daemon.assembly import Daemon
 from slotd.daemon.config import Config
 from slotd.daemon.device_backend import open_backend
 from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
 from slotd.daemon.host import EngineHost
-from slotd.daemon.kv.host_tier import default_budget
+from slotd.daemon.kv.host_arena import HostArena, open_arena
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Emit, Finished, Flags, Opened, Stop, Submit, ToFront
 from slotd.daemon.memory import DeviceLost, Faults, OutOfDeviceMemory, Policy
@@ -33,8 +34,10 @@ log = logging.getLogger(__name__)
 FLOAT32_BYTES = 4
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
     """Load the model and make an engine.
+
+    arena: the memory of the host tier; None: ordinary memory.
 
     Raises:
         ModelError: the file cannot be used.
@@ -55,7 +58,8 @@ def build_engine(config: Config) -> Engine:
             k_type=config.k_type,
             v_type=config.v_type,
             n_slots=config.slots,
-            host_cache=default_budget() if config.host_cache is None else config.host_cache,
+            host_cache=host_budget(config) if arena is None else arena.budget,
+            arena=arena,
         )
     except OutOfDeviceMemory as error:
         limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "the device's memory"
@@ -69,25 +73,41 @@ def build_engine(config: Config) -> Engine:
     return engine
 
 
+def host_budget(config: Config) -> int:
+    """Bytes of the host tier."""
+    return default_budget() if config.host_cache is None else config.host_cache
+
+
 def open_engine_side(
-    config: Config, deliver: Callable[[ToFront], None], *, flush: Callable[[], None] = lambda: None,
-    epoch: int = 0,
+    config: Config, deliver: Callable[[ToFront], None], arena: HostArena | None, *,
+    flush: Callable[[], None] = lambda: None, epoch: int = 0,
 ) -> tuple[Scheduler, Opened]:  # fmt: skip
     """Load the model: a scheduler that is ready to run, and what the front has to know.
+
+    arena: the memory of the host tier; what another process left in it is adopted.
 
     Raises:
         ModelError, ConfigError: as `build_engine`.
     """
-    engine = build_engine(config)
+    engine = build_engine(config, arena)
+    engine.host_tier.adopt()
+
+    def deliver_recorded(message: ToFront) -> None:
+        if not isinstance(message, Emit):  # nobody is told of a slot that the arena does not know of
+            engine.host_tier.record()
+        deliver(message)
+
     store = None if config.slot_dir is None else SlotStore(config.slot_dir, config.slot_bytes)
-    scheduler = _scheduler(config, engine, deliver, Policy(config.oom_policy), store, flush, epoch)
+    scheduler = _scheduler(config, engine, deliver_recorded, Policy(config.oom_policy), store, flush, epoch)
     props = _props(config, engine, store)
     return scheduler, Opened(engine.hyper.n_vocab, engine.max_ctx, store is not None, props)
 
 
 def serve(config: Config, stdout_fd: int) -> int:
     """Run a daemon that hosts the engine side by a thread; returns the exit code."""
-    scheduler, opened = open_engine_side(config, lambda message: daemon.deliver(message))
+    budget = host_budget(config)
+    arena = open_arena(make_arena(budget), budget, recorded=False) if budget else None
+    scheduler, opened = open_engine_side(config, lambda message: daemon.deliver(message), arena)
     daemon = Daemon(
         config, opened,
         lambda _, end: EngineHost(scheduler, lambda: end("the scheduler died", 1)), stdout_fd,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from slotd.daemon.link import State
@@ -34,11 +35,11 @@ class SlotsSeen:
             case AllCleared(freed=freed):
                 self._forget(set(freed))
 
-    def lost(self, state: State | None) -> LostSlots:
-        """The process is gone; `state` is its last one. Nothing is filled afterwards."""
+    def lost(self, state: State | None, kept: Collection[int] = ()) -> LostSlots:
+        """The process is gone; `state` is its last one. Nothing but `kept` is filled afterwards."""
         reported = set() if state is None else {int(slot) for slot in state.data["slots"]}
-        slots = tuple(sorted(self._filled | (reported - self._freed)))
-        self._filled, self._freed = set(), set()
+        slots = tuple(sorted((self._filled | (reported - self._freed)) - set(kept)))
+        self._filled, self._freed = set(kept), set()
         return LostSlots(slots, 0 if state is None else _device_bytes(state))
 
     def _forget(self, slots: set[int]) -> None:

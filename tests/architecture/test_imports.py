@@ -52,8 +52,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory", "weights"),
     ("engine_process", "engine_life", "in_flight", "slots_seen"),
     ("link_wire", "shared_state"),
-    ("account", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence", "state_file")
-    + ("totals",),
+    ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
+    + ("state_file", "totals"),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.

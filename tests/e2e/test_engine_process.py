@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from slotd.daemon.arena_directory import ArenaDirectory
 from slotd.protocol.messages import AllCleared, Done, Tokens
 from slotd.protocol.wire import parse_event
 from tests.fakes.daemon_process import DaemonProcess
@@ -199,6 +201,78 @@ def test_what_waits_is_refused_when_the_engine_goes_down(tiny_llama: Path, tmp_p
         assert done.fields["code"] == "engine_down"
         assert done.fields["reason"] == "ModelError: the model file has changed since the daemon started"
         assert engine_of(daemon)["phase"] == "down"
+
+
+# ----- slots in host memory
+
+
+def keep_in_host(daemon: DaemonProcess, slot: int, ids: str) -> None:
+    daemon.send(f"- 0 ids={ids} snap={ids.count(',') + 1}:{slot} tier=host id=keep{slot}")
+    daemon.wait_done(f"keep{slot}")
+
+
+def test_slots_in_host_memory_survive_and_are_exact(tiny_llama: Path) -> None:
+    ids = ",".join(str(5 + n % 250) for n in range(200))
+    with start(tiny_llama, "-ctk=f16", "-ctv=bf16") as daemon:
+        expected, _ = daemon.generate([int(token) for token in ids.split(",")] + [9], 12, ENDLESS, "whole")
+        for slot in (1, 3, 6):
+            keep_in_host(daemon, slot, ids)
+        daemon.send(f"- 0 ids={ids} snap=100:2 id=device", "FREE_SNAPSHOT 3 id=free")
+        daemon.wait_done("free")
+        time.sleep(0.5)  # checksums are made behind the answers
+        for epoch in (1, 2):  # the second time out of an arena that was adopted
+            kill_engine(daemon)
+            cleared = daemon.wait_event(lambda event: isinstance(event, AllCleared))
+            assert isinstance(cleared, AllCleared)
+            assert (cleared.epoch, cleared.kept) == (epoch, (1, 6))
+            assert cleared.freed == ((2,) if epoch == 1 else ())
+            daemon.send("LIST_SLOTS")
+            assert daemon.wait_line("[snap] slots=") == "[snap] slots=1,6"
+        daemon.send(f"RESTORE 1 - 12 ids={ids},9 id=r {ENDLESS}")
+        produced: list[int] = []
+
+        def collect(event: object) -> bool:
+            if isinstance(event, Tokens) and event.id == "r":
+                produced.extend(event.ids)
+            return isinstance(event, Done) and event.id == "r"
+
+        done = daemon.wait_event(collect)
+        assert isinstance(done, Done)
+        assert done.fields["reused"] == 200
+        assert produced == expected
+        # Slot 1 is in the device now and goes with it, slot 6 is as it was.
+        kill_engine(daemon)
+        cleared = daemon.wait_event(lambda event: isinstance(event, AllCleared))
+        assert isinstance(cleared, AllCleared)
+        assert (cleared.freed, cleared.kept) == ((1,), (6,))
+
+
+def test_a_slot_with_a_wrong_byte_is_not_kept(tiny_llama: Path) -> None:
+    with start(tiny_llama) as daemon:
+        keep_in_host(daemon, 1, "5,6,7,8")
+        keep_in_host(daemon, 2, "5,6,7,8")
+        time.sleep(0.5)
+        pid = kill_engine(daemon, signal.SIGSTOP)
+        descriptors = Path(f"/proc/{pid}/fd").iterdir()
+        arena = next(path for path in descriptors if "slotd-host-cache" in os.readlink(path))
+        with arena.open("r+b") as file, mmap.mmap(file.fileno(), 1 << 20) as cells:
+            (first,) = [entry for entry in ArenaDirectory(cells).entries().values() if entry.slot == 1]
+            cells[first.offset + first.length - 1] ^= 1
+        os.kill(pid, signal.SIGKILL)
+        cleared = daemon.wait_event(lambda event: isinstance(event, AllCleared))
+        assert isinstance(cleared, AllCleared)
+        assert (cleared.freed, cleared.kept) == ((1,), (2,))
+        daemon.send("LIST_SLOTS")
+        assert daemon.wait_line("[snap] slots=") == "[snap] slots=2"
+
+
+def test_without_a_host_tier_nothing_is_kept(tiny_llama: Path) -> None:
+    with start(tiny_llama, "--host-cache=0") as daemon:
+        daemon.send("- 0 ids=5,6,7,8 snap=4:1 id=k")
+        daemon.wait_done("k")
+        kill_engine(daemon)
+        line = daemon.wait_line("[snap] all-cleared")
+        assert line.startswith("[snap] all-cleared epoch=1 freed=1 kept= bytes=")
 
 
 # ----- life
