@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
+from slotd.daemon.memory import DeviceLost
+
 #: A command in several steps: each value it yields is work for the disk thread, whose result is sent back
 #: (or whose exception is raised) on the scheduler's thread, where everything else of it runs.
 Steps = Generator[Callable[[], Any], Any, None]
@@ -41,7 +43,7 @@ class Background:
             self._thread.join()
 
     def _advance(
-        self, steps: Steps, ended: Callable[[Exception | None], None], value: Any, error: Exception | None
+        self, steps: Steps, ended: Callable[[Exception | None], None], value: Any, error: BaseException | None
     ) -> None:
         try:
             work = steps.send(value) if error is None else steps.throw(error)
@@ -52,14 +54,15 @@ class Background:
         else:
             self._submit(work, lambda value, error: self._advance(steps, ended, value, error))
 
-    def _submit(self, work: Callable[[], Any], done: Callable[[Any, Exception | None], None]) -> None:
+    def _submit(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
         def run() -> None:
-            value, failure = None, None
+            value: Any = None
+            failure: BaseException | None = None
             try:
                 if self._closed:
                     raise Closed
                 value = work()
-            except Exception as error:
+            except (Exception, DeviceLost) as error:  # the latter ends the scheduler's thread, not this one
                 failure = error
             self._call_soon(lambda: done(value, failure))
 

@@ -45,3 +45,9 @@ def limit_blas_threads() -> None:
 def chosen_by_user() -> bool:
     """Whether the thread count came from outside, and is to stay what it is."""
     return not _chosen_here
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without what was set here: another process chooses for itself."""
+    set_here = (*VARIABLES, SPIN_VARIABLE) if _chosen_here else ()
+    return {name: value for name, value in os.environ.items() if name not in set_here}

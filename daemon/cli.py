@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import traceback
@@ -17,10 +16,13 @@ from click.core import ParameterSource
 from slotd.daemon.config import (
     Config,
     Inactive,
+    default_engine,
+    device_for,
     parse_host_cache,
     parse_size,
     parse_stream_fd,
     source_trim_tokens,
+    split_arguments,
 )
 from slotd.daemon.log import check_descriptor, fill_standard_descriptors, guard_stdout, setup_logging
 from slotd.protocol.errors import ConfigError, ModelError, SlotdError
@@ -212,6 +214,23 @@ def main() -> None:
     "Never run with several devices or with a virtual-memory pool (there it does nothing).",
 )
 @click.option(
+    "--engine",
+    envvar="SLOTD_ENGINE",
+    metavar="HOST",
+    help="What runs the model: a thread, or a process of its own that is replaced when it dies "
+    "[default: thread on the CPU, process on a GPU].",
+)
+@click.option(
+    "--engine-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    envvar="SLOTD_ENGINE_TIMEOUT",
+    metavar="S",
+    help="Replace an engine process that shows no sign of life for so long, in seconds; five times as long "
+    "while it loads.",
+)
+@click.option(
     "--device",
     default="auto",
     show_default=True,
@@ -308,36 +327,22 @@ def _serve(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
     if isinstance(config.stream_fd, int):
         check_descriptor(config.stream_fd)  # before anything of ours is opened and takes its number
     stdout_fd = guard_stdout()  # before the libraries below: one of them might print when it is imported
-    from slotd.daemon.loop import end_process
-    from slotd.daemon.serve import run_once, serve
-
     if once is not None:
+        from slotd.daemon.serve import run_once
+
         return run_once(config, stdout_fd, *once)
-    end_process(serve(config, stdout_fd))
+    if config.inactive:
+        listed = ", ".join(str(inactive) for inactive in config.inactive)
+        print(f"slotd: not active in this version: {listed}", file=sys.stderr, flush=True)
+    if config.engine == "process":
+        from slotd.daemon.serve_process import serve
+    else:
+        from slotd.daemon.serve import serve
+    code = serve(config, stdout_fd)
+    from slotd.daemon.loop import end_process
+
+    end_process(code)
     return 0
-
-
-def split_arguments(
-    arguments: tuple[str, ...], as_daemon: bool
-) -> tuple[str | None, str | None, tuple[str, int, str] | None]:
-    """(target, draft, one-shot (prompt, n, out) or None) from the positional words of the source's form.
-
-    Raises:
-        ConfigError: a number of words that means nothing.
-    """
-    if len(arguments) == 5:
-        if as_daemon:
-            raise ConfigError("--daemon takes TARGET and DRAFT only, not a one-shot prompt")
-        prompt, n_gen, out = arguments[2:]
-        if not re.fullmatch(r"\d{1,10}", n_gen, re.ASCII) or int(n_gen) > 2**31 - 1:
-            raise ConfigError(f"N {n_gen[:40]!r}: must be a number of tokens, 0 to {2**31 - 1}")
-        return arguments[0], arguments[1], (prompt, int(n_gen), out)
-    if len(arguments) > 2:
-        raise ConfigError(
-            f"{len(arguments)} arguments: give TARGET [DRAFT], or TARGET DRAFT PROMPT.bin N OUT.bin"
-        )
-    padded = (*arguments, None, None)
-    return padded[0], padded[1], None
 
 
 def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) -> Config:
@@ -351,6 +356,7 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         raise ConfigError(
             "no model: give TARGET, -m FILE or SLOTD_MODEL (`slotd fetch` gets the default one)"
         )
+    device = device_for(flags["backend"], flags["device"])
     stream_fd, limit = flags["stream_fd"], flags["memory_limit"]
     slot_dir, slot_bytes = flags["slot_dir"], flags["slot_bytes"]
     trim_tokens = flags["trim_tokens"]
@@ -361,7 +367,7 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
     return Config(
         model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
         slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
-        device=device_for(flags["backend"], flags["device"]), pool=flags["pool"],
+        device=device, pool=flags["pool"],
         memory_limit=None if limit is None else parse_size("--memory-limit", limit),
         slot_dir=Path(slot_dir) if slot_dir else None,
         slot_bytes=None if slot_bytes is None else parse_size("--slot-bytes", slot_bytes),
@@ -369,23 +375,9 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         max_line=parse_size("--max-line", flags["max_line"]), max_stall=flags["max_stall"] / 1000,
         stall_timeout=flags["stall_timeout"], oom_policy=flags["oom_policy"],
         host_cache=parse_host_cache(flags["host_cache"]), trim_tokens=trim_tokens,
-        state_dir=flags["state_dir"], inactive=collect_inactive(draft, flags),
+        state_dir=flags["state_dir"], engine=flags["engine"] or default_engine(device),
+        engine_timeout=flags["engine_timeout"], inactive=collect_inactive(draft, flags),
     )  # fmt: skip
-
-
-def device_for(backend: str, device: str) -> str:
-    """The device that `--device` and `--backend` mean together.
-
-    Raises:
-        ConfigError: an unknown backend, or one that the device does not belong to.
-    """
-    if backend not in ("auto", "cuda", "numpy"):
-        raise ConfigError(f"--backend {backend[:40]!r}: must be auto, cuda or numpy")
-    if (backend == "numpy" and device not in ("auto", "cpu")) or (backend == "cuda" and device == "cpu"):
-        raise ConfigError(f"--backend {backend} does not compute on --device {device}")
-    if device != "auto":
-        return device
-    return {"auto": "auto", "cuda": "0", "numpy": "cpu"}[backend]
 
 
 def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive, ...]:

@@ -23,6 +23,12 @@ MAX_SLOTS = 64
 #: What keeps freed blocks of device memory (`--pool`).
 POOLS = ("legacy", "vmm")
 
+#: What may host the engine side.
+ENGINE_HOSTS = ("thread", "process")
+
+#: What is there when a GPU may be.
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+
 OOM_POLICIES = ("ladder", "seed")
 
 #: Largest trim interval, in tokens.
@@ -71,6 +77,8 @@ class Config:
         host_cache: bytes of the host tier of slots; None = a quarter of the available memory, 0 = off.
         trim_tokens: give cached pool blocks back each time a prompt has computed so many tokens; 0 = never.
         state_dir: folder of the state file as it was given, see `state_file.choose_folder`.
+        engine: what hosts the engine side: thread or process.
+        engine_timeout: seconds without a sign of life after which an engine process is replaced.
         inactive: what was asked for and is not there.
     """
 
@@ -95,6 +103,8 @@ class Config:
     host_cache: int | None = None
     trim_tokens: int = 0
     state_dir: str | None = None
+    engine: str = "thread"
+    engine_timeout: float = 60.0
     inactive: tuple[Inactive, ...] = ()
 
     def __post_init__(self) -> None:
@@ -111,6 +121,10 @@ class Config:
         check_range("--prefill-pool-trim-tokens", self.trim_tokens, 0, MAX_TRIM_TOKENS)
         if self.oom_policy not in OOM_POLICIES:
             raise ConfigError(f"--oom-policy {self.oom_policy!r}: must be {' or '.join(OOM_POLICIES)}")
+        if self.engine not in ENGINE_HOSTS:
+            raise ConfigError(f"--engine {self.engine!r}: must be {' or '.join(ENGINE_HOSTS)}")
+        if not 0.1 <= self.engine_timeout <= 86400:
+            raise ConfigError(f"--engine-timeout {self.engine_timeout:g} s: must be 0.1 to 86400")
         check_range("--max-line", self.max_line, 64, 1 << 30)
         if self.slot_bytes is not None and self.slot_dir is None:
             raise ConfigError("--slot-bytes is the size of --slot-dir, which is not given")
@@ -124,6 +138,52 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
     """Raise ConfigError unless low <= value <= high."""
     if not low <= value <= high:
         raise ConfigError(f"{name} {value}: must be {low} to {high}")
+
+
+def default_engine(device: str) -> str:
+    """What hosts the engine side when nobody says: a process where a GPU computes, which may be lost."""
+    gpu = (
+        device != "cpu" if device != "auto" else Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+    )
+    return "process" if gpu else "thread"
+
+
+def split_arguments(
+    arguments: tuple[str, ...], as_daemon: bool
+) -> tuple[str | None, str | None, tuple[str, int, str] | None]:
+    """(target, draft, one-shot (prompt, n, out) or None) from the positional words of the source's form.
+
+    Raises:
+        ConfigError: a number of words that means nothing.
+    """
+    if len(arguments) == 5:
+        if as_daemon:
+            raise ConfigError("--daemon takes TARGET and DRAFT only, not a one-shot prompt")
+        prompt, n_gen, out = arguments[2:]
+        if not re.fullmatch(r"\d{1,10}", n_gen, re.ASCII) or int(n_gen) > 2**31 - 1:
+            raise ConfigError(f"N {n_gen[:40]!r}: must be a number of tokens, 0 to {2**31 - 1}")
+        return arguments[0], arguments[1], (prompt, int(n_gen), out)
+    if len(arguments) > 2:
+        raise ConfigError(
+            f"{len(arguments)} arguments: give TARGET [DRAFT], or TARGET DRAFT PROMPT.bin N OUT.bin"
+        )
+    padded = (*arguments, None, None)
+    return padded[0], padded[1], None
+
+
+def device_for(backend: str, device: str) -> str:
+    """The device that `--device` and `--backend` mean together.
+
+    Raises:
+        ConfigError: an unknown backend, or one that the device does not belong to.
+    """
+    if backend not in ("auto", "cuda", "numpy"):
+        raise ConfigError(f"--backend {backend[:40]!r}: must be auto, cuda or numpy")
+    if (backend == "numpy" and device not in ("auto", "cpu")) or (backend == "cuda" and device == "cpu"):
+        raise ConfigError(f"--backend {backend} does not compute on --device {device}")
+    if device != "auto":
+        return device
+    return {"auto": "auto", "cuda": "0", "numpy": "cpu"}[backend]
 
 
 def parse_size(name: str, text: str) -> int:

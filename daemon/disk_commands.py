@@ -26,7 +26,7 @@ from slotd.daemon.kv.save_plan import Image
 from slotd.daemon.kv.slot_files import Identity
 from slotd.daemon.kv.slot_store import SlotStore, Stopped
 from slotd.daemon.kv.slots import Slot
-from slotd.daemon.link import Key, Line, Submit, ToFront
+from slotd.daemon.link import Key, Line, Started, Submit, ToFront
 from slotd.daemon.slot_chains import check_free_for, filled
 from slotd.daemon.slot_commands import SlotCommands
 from slotd.daemon.spilled_slots import Attempt, SpilledSlots
@@ -94,6 +94,7 @@ class DiskCommands:
 
     def run(self, submit: Submit) -> None:
         """Start a command; its key ends when it is done."""
+        self._deliver(Started(submit.key))
         self._background.start(self._steps(submit), lambda error: self._end(submit, error))
 
     def save_inline(self, key: Key, number: int, slot: Slot) -> None:

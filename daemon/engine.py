@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.backend import Backend, Outputs, Runner
+from slotd.daemon.kv.host_arena import HostArena
 from slotd.daemon.kv.host_tier import HostTier
 from slotd.daemon.kv.page_storage import Place
 from slotd.daemon.kv.pages import PAGE, pages_for
@@ -49,6 +50,7 @@ class Engine:
         max_ctx: most positions of a sequence; default: what the model was made for.
         n_slots: number of slots.
         host_cache: bytes of the host tier of slots, 0 = none.
+        arena: the memory of the host tier; None: ordinary memory.
 
     Raises:
         ConfigError: a K/V type that is unknown or does not fit the model's heads, or a promise of the backend
@@ -67,6 +69,7 @@ class Engine:
         max_ctx: int | None = None,
         n_slots: int = 8,
         host_cache: int = 0,
+        arena: HostArena | None = None,
     ) -> None:
         self.backend = backend
         self.k_type, self.v_type = k_type or backend.kv_type, v_type or backend.kv_type
@@ -76,7 +79,10 @@ class Engine:
         self.memory = backend.memory
         self.store = backend.page_store(h, self.k_type, self.v_type)
         self.slots = Slots(self.store.pages, n_slots)
-        self.host_tier = HostTier(backend, self.store, self.slots, host_cache)
+        self.host_tier = HostTier(
+            backend, self.store, self.slots, host_cache, arena,
+            {"model": file.identity, "k": self.k_type, "v": self.v_type, "math": backend.math},
+        )  # fmt: skip
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
         self.path = file.path
@@ -193,9 +199,11 @@ class Engine:
             ValueError: malformed rows.
             OutOfDeviceMemory: sites prefill_build, prefill_embed, prefill_compute, in this order; decode (one
                 row for each sequence); verify (more).
+            DeviceLost: the device is gone.
             Interrupted: interrupt() said so.
         """
         check_rows(rows, kind, self.hyper.n_vocab, self.max_ctx)
+        self.memory.check_device()
         for sequence in rows.sequences:
             self._known(sequence)
         for sequence in rows.sequences:

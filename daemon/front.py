@@ -51,6 +51,7 @@ class Front:
         send: hands a message to the engine side.
         limits: what the door checks against.
         props: what HELLO and PROPS report of this daemon, fixed at start.
+        peek: the newest state of the engine side; None: the last one that was delivered.
         lines_for_stream: ``--stream-fd -``: requests without id stream as lines, without a descriptor.
         stall_timeout: seconds after which a request whose reader does not read is cancelled.
     """
@@ -58,7 +59,7 @@ class Front:
     def __init__(
         self, connection: DaemonConnection, outbox: Outbox, send: Callable[[ToEngine], None], limits: Limits,
         *, props: Mapping[str, Any], lines_for_stream: bool, stall_timeout: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, peek: Callable[[], State | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.limits = limits
         self.props = {**props, "boot": secrets.token_hex(8)}
@@ -70,6 +71,7 @@ class Front:
         self._lines_for_stream = lines_for_stream
         self._stall_timeout = stall_timeout
         self._clock = clock
+        self._peek = peek
         self._started = clock()
         self._state: Mapping[str, Any] = {"epoch": 0}
         self._state_at = self._started
@@ -198,8 +200,8 @@ class Front:
         match message:
             case Emit():
                 self._emit(message)
-            case State(data=data):
-                self._state, self._state_at = data, self._clock()
+            case State(data=data, at=at):
+                self._state, self._state_at = data, self._clock() if at is None else at
             case Line(event=event, key=key):
                 self._line(event, key)
             case Progress(key=str() as key, at=at, of=of):
@@ -293,15 +295,22 @@ class Front:
 
     def status(self) -> dict[str, Any]:
         """The object of a STATUS reply: the engine side as last seen, `age_ms` ago, and the open requests."""
+        self._look()
         now = self._clock()
         return {
             **self._state, **self.requests.report(), "closing": self.closing,
             "uptime_s": round(now - self._started, 3), "age_ms": round(1000 * (now - self._state_at), 1),
         }  # fmt: skip
 
+    def _look(self) -> None:
+        state = self._peek()
+        if state is not None:
+            self.deliver(state)
+
     @property
     def epoch(self) -> int:
         """The slot epoch; it only grows."""
+        self._look()
         return int(self._state["epoch"])
 
 

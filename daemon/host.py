@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from slotd.daemon.link import Stop, ToEngine
+from slotd.daemon.link import State, Stop, ToEngine
+from slotd.daemon.memory import DeviceLost
 from slotd.daemon.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,13 @@ class EngineHost:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def state(self) -> State | None:
+        """None: every state is delivered as a message."""
+        return None
+
     def _run(self) -> None:
         try:
             self._scheduler.run()
-        except Exception:
+        except (Exception, DeviceLost):
             log.critical("the scheduler died", exc_info=True)
             self._on_death()

@@ -9,14 +9,23 @@ import sys
 
 from slotd.protocol.errors import ConfigError
 
+#: By verbosity: the default, -v, -vv.
+LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+
 
 def setup_logging(verbosity: int) -> None:
     """One handler on stderr: warnings by default, -v info, -vv debug."""
-    level = [logging.WARNING, logging.INFO, logging.DEBUG][min(verbosity, 2)]
+    level = LEVELS[min(verbosity, 2)]
     logging.basicConfig(
         stream=sys.stderr, level=level, format="slotd[%(process)d] %(levelname)s %(name)s: %(message)s"
     )
     logging.captureWarnings(True)
+
+
+def verbosity() -> int:
+    """What `setup_logging` was called with, 0 when it was not."""
+    level = logging.getLogger().level
+    return LEVELS.index(level) if level in LEVELS else 0
 
 
 def fill_standard_descriptors() -> None:

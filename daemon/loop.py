@@ -15,7 +15,7 @@ import sys
 
 from slotd.daemon.front import Front
 from slotd.daemon.handlers import AT_ONCE, IN_TURN
-from slotd.daemon.host import EngineHost
+from slotd.daemon.link import Host
 from slotd.daemon.outbox import Outbox
 from slotd.protocol.connection import DaemonConnection
 from slotd.protocol.errors import RequestError
@@ -42,7 +42,7 @@ class Loop:
 
     def __init__(
         self, stdin_fd: int, stdout_fd: int, connection: DaemonConnection, front: Front, outbox: Outbox,
-        host: EngineHost, stall_timeout: float,
+        host: Host, stall_timeout: float,
     ) -> None:  # fmt: skip
         self._stall_timeout = stall_timeout
         self._stdin_fd = stdin_fd

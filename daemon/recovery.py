@@ -37,6 +37,7 @@ class Recovery:
         deliver: takes the announcement.
         publish: makes what STATUS shows current, so that a new epoch is known before its announcement.
         policy: what it may cost.
+        epoch: at the start.
 
     Attributes:
         epoch: of the slots; raised by every announcement.
@@ -45,9 +46,9 @@ class Recovery:
 
     def __init__(
         self, engine: Engine, retained: RetainedSequences, deliver: Callable[[ToFront], None],
-        publish: Callable[[], None], policy: Policy,
+        publish: Callable[[], None], policy: Policy, epoch: int = 0,
     ) -> None:  # fmt: skip
-        self.epoch = 0
+        self.epoch = self._first_epoch = epoch
         self.policy = policy
         self._engine = engine
         self._retained = retained
@@ -113,7 +114,7 @@ class Recovery:
         return {
             "oom": dict(self._out_of_memory),
             "rungs": dict(self._rungs),
-            "all_cleared": self.epoch,
+            "all_cleared": self.epoch - self._first_epoch,
             "trims": {why: {"count": n, "bytes": self._trimmed_bytes[why]} for why, n in self._trims.items()},
         }
 

@@ -26,7 +26,7 @@ from slotd.daemon.job import Job, Phase
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slot_hash import SlotHash
 from slotd.daemon.kv.slot_store import SlotStore
-from slotd.daemon.link import Emit, Finished, Line, Progress, State, Stop, Submit, ToEngine, ToFront
+from slotd.daemon.link import Emit, Finished, Line, Progress, Started, State, Stop, Submit, ToEngine, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.models.model import Interrupted
@@ -70,6 +70,8 @@ class Scheduler:
             seconds; a piece is never shorter than one page of rows.
         eos_ids: ids at which the model ends a text.
         slot_store: snapshots on disk, if there are any.
+        epoch: of the slots, at the start.
+        flush: called when all tokens of a step are delivered.
         policy: what running out of memory may cost.
         trim_tokens: give cached blocks of the pool back each time a prompt has computed so many tokens;
             0 = never.
@@ -78,11 +80,12 @@ class Scheduler:
     def __init__(
         self, engine: Engine, deliver: Callable[[ToFront], None], *, chunk: int, parallel: int,
         max_stall: float, eos_ids: frozenset[int], policy: Policy = Policy.LADDER, trim_tokens: int = 0,
-        slot_store: SlotStore | None = None, clock: Callable[[], float] = time.monotonic,
+        slot_store: SlotStore | None = None, clock: Callable[[], float] = time.monotonic, epoch: int = 0,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         assert parallel <= MAX_STEP_ROWS
         self._engine = engine
-        self._deliver = deliver
+        self._deliver, self._flush = deliver, flush
         self._chunk = chunk
         self._parallel = parallel
         self._max_stall = max_stall
@@ -94,7 +97,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._exclusive: deque[Submit] = deque()  # park and unpark wait until nothing runs
         self._retained = RetainedSequences(max(4, parallel), engine.close)
-        self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(force=True), policy)
+        self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(True), policy, epoch)
         self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, clock)
         self._admission = Admission(engine, self._retained, self._recovery, chunk)
         self._slot_hash = SlotHash(engine.identity, engine.k_type, engine.v_type)
@@ -110,9 +113,10 @@ class Scheduler:
 
     # ----- the loop
 
-    def put(self, message: ToEngine) -> None:
-        """Queue a message of the front."""
-        self._inbox.append(message)
+    def put(self, message: ToEngine | None) -> None:
+        """Queue a message of the front; None: look whether there is something to do, publish the state."""
+        if message is not None:
+            self._inbox.append(message)
         self._arrived.set()
 
     def run(self) -> None:
@@ -139,7 +143,9 @@ class Scheduler:
         if self._admit():
             self._publish(force=True)  # so that STATUS shows a request before its first piece is done
         stepped = self._step()
+        self._flush()
         filled = self._prefill_piece(beside_decode=stepped)
+        self._flush()
         self._publish()
         return took or stepped or filled
 
@@ -192,6 +198,7 @@ class Scheduler:
             job = next((job for job in self._waiting if not job.fetching), None)
             if job is None:
                 break
+            self._deliver(Started(job.key))
             try:
                 self._start(job)
             except SlotOnDisk as error:

@@ -1,4 +1,4 @@
-"""Puts a daemon together from its configuration, or runs one prompt without one."""
+"""Puts the engine side together from the configuration, and a daemon around it or one prompt through it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from slotd.daemon.arena_directory import default_budget, make_arena
+from slotd.daemon.assembly import Daemon
 from slotd.daemon.config import Config
 from slotd.daemon.device_backend import open_backend
 from slotd.daemon.door import Limits, admit_prompt
 from slotd.daemon.engine import Engine
-from slotd.daemon.front import Front
 from slotd.daemon.host import EngineHost
-from slotd.daemon.kv.host_tier import default_budget
+from slotd.daemon.kv.host_arena import HostArena, open_arena
 from slotd.daemon.kv.slot_store import SlotStore
-from slotd.daemon.link import Emit, Finished, Flags, State, Stop, Submit, ToFront
-from slotd.daemon.loop import Loop
-from slotd.daemon.memory import Faults, OutOfDeviceMemory, Policy
+from slotd.daemon.link import Emit, Finished, Flags, Opened, Stop, Submit, ToFront
+from slotd.daemon.memory import DeviceLost, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import EMBED
-from slotd.daemon.outbox import Outbox
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
-from slotd.daemon.state_file import StateFile, choose_folder
 from slotd.daemon.weights.reader import open_model
-from slotd.protocol.connection import DaemonConnection
 from slotd.protocol.errors import CODES, ConfigError, RequestError
 from slotd.protocol.grammar import VERBS
-from slotd.protocol.messages import Prompt, Ready
+from slotd.protocol.messages import Prompt
 from slotd.protocol.version import PROTOCOL_VERSION, __version__
 
 log = logging.getLogger(__name__)
@@ -38,8 +34,10 @@ log = logging.getLogger(__name__)
 FLOAT32_BYTES = 4
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
     """Load the model and make an engine.
+
+    arena: the memory of the host tier; None: ordinary memory.
 
     Raises:
         ModelError: the file cannot be used.
@@ -60,7 +58,8 @@ def build_engine(config: Config) -> Engine:
             k_type=config.k_type,
             v_type=config.v_type,
             n_slots=config.slots,
-            host_cache=default_budget() if config.host_cache is None else config.host_cache,
+            host_cache=host_budget(config) if arena is None else arena.budget,
+            arena=arena,
         )
     except OutOfDeviceMemory as error:
         limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "the device's memory"
@@ -74,67 +73,46 @@ def build_engine(config: Config) -> Engine:
     return engine
 
 
+def host_budget(config: Config) -> int:
+    """Bytes of the host tier."""
+    return default_budget() if config.host_cache is None else config.host_cache
+
+
+def open_engine_side(
+    config: Config, deliver: Callable[[ToFront], None], arena: HostArena | None, *,
+    flush: Callable[[], None] = lambda: None, epoch: int = 0,
+) -> tuple[Scheduler, Opened]:  # fmt: skip
+    """Load the model: a scheduler that is ready to run, and what the front has to know.
+
+    arena: the memory of the host tier; what another process left in it is adopted.
+
+    Raises:
+        ModelError, ConfigError: as `build_engine`.
+    """
+    engine = build_engine(config, arena)
+    engine.host_tier.adopt()
+
+    def deliver_recorded(message: ToFront) -> None:
+        if not isinstance(message, Emit):  # nobody is told of a slot that the arena does not know of
+            engine.host_tier.record()
+        deliver(message)
+
+    store = None if config.slot_dir is None else SlotStore(config.slot_dir, config.slot_bytes)
+    scheduler = _scheduler(config, engine, deliver_recorded, Policy(config.oom_policy), store, flush, epoch)
+    props = _props(config, engine, store)
+    return scheduler, Opened(engine.hyper.n_vocab, engine.max_ctx, store is not None, props)
+
+
 def serve(config: Config, stdout_fd: int) -> int:
-    """Run a daemon on stdin and `stdout_fd` until it ends; returns the exit code."""
-    if config.inactive:
-        listed = ", ".join(str(inactive) for inactive in config.inactive)
-        print(f"slotd: not active in this version: {listed}", file=sys.stderr, flush=True)
-    stream_fd = config.stream_fd if isinstance(config.stream_fd, int) else None
-    state_folder = choose_folder(config.state_dir)
-    engine = build_engine(config)
-    daemon = _Daemon(config, engine, stdout_fd, stream_fd, state_folder)
+    """Run a daemon that hosts the engine side by a thread; returns the exit code."""
+    budget = host_budget(config)
+    arena = open_arena(make_arena(budget), budget, recorded=False) if budget else None
+    scheduler, opened = open_engine_side(config, lambda message: daemon.deliver(message), arena)
+    daemon = Daemon(
+        config, opened,
+        lambda _, end: EngineHost(scheduler, lambda: end("the scheduler died", 1)), stdout_fd,
+    )  # fmt: skip
     return daemon.run()
-
-
-class _Daemon:
-    """The parts of a daemon and the wires between them."""
-
-    def __init__(
-        self, config: Config, engine: Engine, stdout_fd: int, stream_fd: int | None, state_folder: Path | None
-    ) -> None:
-        hyper = engine.hyper
-        connection = DaemonConnection(max_line=config.max_line)
-        self.outbox = Outbox(stdout_fd, stream_fd, self._stdout_gone, self._stream_gone)
-        store = None
-        if config.slot_dir is not None:
-            store = SlotStore(config.slot_dir, config.slot_bytes)
-        scheduler = _scheduler(config, engine, self._deliver, Policy(config.oom_policy), store)
-        self.host = EngineHost(scheduler, lambda: self.loop.request_end("the scheduler died", exit_code=1))
-        self.front = Front(
-            connection, self.outbox, self.host.send,
-            Limits(
-                n_vocab=hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots, stored=store is not None
-            ),
-            props=_props(config, engine, store), lines_for_stream=config.stream_fd == "-",
-            stall_timeout=config.stall_timeout,
-        )  # fmt: skip
-        self.loop = Loop(0, stdout_fd, connection, self.front, self.outbox, self.host, config.stall_timeout)
-        self.state_file = None
-        if state_folder is not None:
-            self.state_file = StateFile(state_folder, self.front.props, self.front.status)
-
-    def run(self) -> int:
-        self.loop.install_signals()
-        self.host.start()
-        if self.state_file is not None:
-            self.state_file.start()
-        self.front.put(Ready())
-        try:
-            return self.loop.run()
-        finally:
-            if self.state_file is not None:
-                self.state_file.close()
-
-    def _deliver(self, message: ToFront) -> None:
-        self.front.deliver(message)
-        if self.state_file is not None and isinstance(message, State):
-            self.state_file.changed()
-
-    def _stdout_gone(self) -> None:
-        self.loop.request_end("nobody reads stdout")
-
-    def _stream_gone(self) -> None:
-        self.front.stream_gone()
 
 
 def run_once(config: Config, stdout_fd: int, prompt_path: str, n_gen: int, out_path: str) -> int:
@@ -166,7 +144,7 @@ def run_once(config: Config, stdout_fd: int, prompt_path: str, n_gen: int, out_p
         if ended[0].code is not None:
             raise RequestError(ended[0].code, ended[0].reason)
         write_ids(out_path, produced, counted=False)
-    except RequestError as error:
+    except (RequestError, DeviceLost) as error:
         print(f"slotd: {error}", file=sys.stderr)
         return 1
     return 0
@@ -174,12 +152,12 @@ def run_once(config: Config, stdout_fd: int, prompt_path: str, n_gen: int, out_p
 
 def _scheduler(
     config: Config, engine: Engine, deliver: Callable[[ToFront], None], policy: Policy,
-    store: SlotStore | None = None,
+    store: SlotStore | None = None, flush: Callable[[], None] = lambda: None, epoch: int = 0,
 ) -> Scheduler:  # fmt: skip
     return Scheduler(
         engine, deliver, chunk=config.chunk or engine.backend.chunk, parallel=config.parallel,
         max_stall=config.max_stall, eos_ids=frozenset(engine.hyper.stop_ids), policy=policy,
-        trim_tokens=config.trim_tokens, slot_store=store,
+        trim_tokens=config.trim_tokens, slot_store=store, flush=flush, epoch=epoch,
     )  # fmt: skip
 
 
@@ -189,7 +167,6 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
     return {
         "slotd": __version__,
         "protocol": list(range(1, PROTOCOL_VERSION + 1)),
-        "pid": os.getpid(),
         "model": {
             "path": str(config.model.resolve()), "name": engine.model_name, "arch": hyper.arch,
             "identity": engine.identity, "n_vocab": hyper.n_vocab, "n_ctx_train": hyper.n_ctx_train,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.host_tier import OutOfHostMemory
 from slotd.daemon.kv.slots import Slot
-from slotd.daemon.link import Finished, Key, Line, Submit, ToFront
+from slotd.daemon.link import Finished, Key, Line, Started, Submit, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.recovery import Recovery
@@ -82,6 +82,7 @@ class SlotCommands:
 
     def run(self, submit: Submit) -> None:
         """Run the command and end its key, whatever happens."""
+        self._deliver(Started(submit.key))
         failure: Exception | None = None
         try:
             self._dispatch(submit)

@@ -141,12 +141,21 @@ class CudaPageStore(PageStorage):
     def write_page(self, page: int, n: int, data: memoryview) -> None:
         self._copies.write_page(self._at([page]), n, data)
 
-    def read(self, pages: Sequence[int], n_tokens: int) -> StoredPages:
-        n_blocks = -(-len(pages) // self._copies.pages_per_block)
-        blocks = tuple(self._copies.host_block() for _ in range(n_blocks))
-        self._copies.settle()
-        self._copies.read(self._at(pages), blocks)
+    def stored(self, images: Bytes, n_tokens: int) -> StoredPages:
+        n = self._copies.pages_per_block
+        blocks = tuple(images[start : start + n] for start in range(0, len(images), n))
         return StoredPages(self.layout, blocks, n_tokens)
+
+    def read(self, pages: Sequence[int], n_tokens: int, images: Bytes | None = None) -> StoredPages:
+        if images is None:
+            n_blocks = -(-len(pages) // self._copies.pages_per_block)
+            blocks = tuple(self._copies.host_block() for _ in range(n_blocks))
+            stored = StoredPages(self.layout, blocks, n_tokens)
+        else:
+            stored = self.stored(images, n_tokens)
+        self._copies.settle()
+        self._copies.read(self._at(pages), stored.blocks)
+        return stored
 
     def write(self, pages: Sequence[int], stored: StoredPages) -> None:
         assert len(pages) == pages_for(stored.n_tokens)

@@ -9,19 +9,19 @@ file is there, and a restore takes them. Such bytes have a bound of their own; o
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.kv.host_arena import HostArena, Survivor
 from slotd.daemon.kv.page_storage import PageStorage
-from slotd.daemon.kv.pages import pages_for
+from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.memory import Ledger
+from slotd.daemon.ops.page_layout import Bytes
 from slotd.protocol.errors import SlotdError
 
 log = logging.getLogger(__name__)
@@ -77,13 +77,20 @@ class HostTier:
         store: the pages.
         slots: the slots that are moved.
         budget: most bytes in host memory, 0 = none.
+        arena: where slots get their memory; None, and when it has no room: memory of their own.
+        identity: what the K/V depend on, JSON values; a slot of another process must have the same.
 
     Attributes:
         spill: starts to write slot `number` to disk and calls `spilled` at the end; False: that cannot be.
     """
 
-    def __init__(self, device: Device, store: PageStorage, slots: Slots, budget: int) -> None:
+    def __init__(
+        self, device: Device, store: PageStorage, slots: Slots, budget: int,
+        arena: HostArena | None = None, identity: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.budget = budget
+        self._arena = arena
+        self._identity = {**(identity or {}), "page": PAGE, "page_bytes": store.page_bytes}
         self.counts = HostCounts()
         self._device = device
         self._memory = device.memory
@@ -146,7 +153,7 @@ class HostTier:
         with self._memory.site("slot_move"):
             self._make_room(size, keep)
             try:
-                copied.host = self._store.read(slot.pages, slot.places)
+                copied.host = self._store.read(slot.pages, slot.places, self._room(slot, logits))
                 copied.logits = None if logits is None else logits.copy()
             except MemoryError:
                 raise OutOfHostMemory(size, self.budget) from None
@@ -193,6 +200,38 @@ class HostTier:
         self.counts.moves_in += 1
         self.counts.bytes_in += self.size(slot)
 
+    def _room(self, slot: Slot, logits: npt.NDArray[np.float32] | None) -> Bytes | None:
+        if self._arena is None:
+            return None
+        about = {"identity": self._identity, "kv_start": slot.kv_start}
+        return self._arena.images(len(slot.pages), self._store.page_bytes, about, slot.tokens, logits)
+
+    # ----- between two processes
+
+    def record(self) -> None:
+        """Have the arena know what the slots hold now."""
+        if self._arena is not None:
+            in_host = {number: slot.host for number, slot in self._slots.items() if slot.host is not None}
+            self._arena.record({number: host.blocks[0] for number, host in in_host.items()})
+
+    def adopt(self) -> None:
+        """Fill slots with what an earlier process left in the arena, where it is of the same kind."""
+        if self._arena is None:
+            return
+        for number, survivor in self._arena.survivors().items():
+            if survivor.about["identity"] == self._identity and number < self._slots.n_slots:
+                self._slots.put(number, self._adopted(survivor))
+            else:
+                log.warning("slot %d of the process before is of another kind: it is dropped", number)
+        self.record()
+
+    def _adopted(self, survivor: Survivor) -> Slot:
+        slot = Slot(survivor.tokens, (), survivor.logits, survivor.about["kv_start"])
+        slot.host = self._store.stored(survivor.images, slot.places)
+        return slot
+
+    # ----- room
+
     def _make_room(self, size: int, keep: Collection[int]) -> None:
         """Have host slots leave, least recently used first, until `size` more bytes fit."""
         candidates = [(number, slot) for number, slot in self._staying() if number not in keep]
@@ -236,13 +275,3 @@ class HostTier:
         log.warning("slot %d is dropped: the host tier of %d bytes is full", number, self.budget)
         self._slots.free(number)
         self.counts.dropped += 1
-
-
-def default_budget() -> int:
-    """A quarter of the memory that programs can get now, in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-        return int(available.split()[1]) * 1024 // 4
-    except (OSError, ValueError):  # no such file or line: another system, or an old kernel
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8

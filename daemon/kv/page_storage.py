@@ -175,6 +175,10 @@ class PageStorage(ABC):
 
     # ----- contents
 
+    def stored(self, images: Bytes, n_tokens: int) -> StoredPages:
+        """Page images, uint8 [pages, page bytes], as what `read` returns."""
+        return StoredPages(self.layout, (images,), n_tokens)
+
     def settle(self) -> None:
         """What was computed until now may be read by `read_page` of other threads."""
         return
@@ -204,8 +208,10 @@ class PageStorage(ABC):
         """Put an image of n places into the first n places of a page. From any thread."""
 
     @abstractmethod
-    def read(self, pages: Sequence[int], n_tokens: int) -> StoredPages:
+    def read(self, pages: Sequence[int], n_tokens: int, images: Bytes | None = None) -> StoredPages:
         """The first n_tokens of these pages, in host memory.
+
+        images: uint8 [pages, page bytes], where to put them; None: into memory of their own.
 
         Raises:
             MemoryError: the system has no memory left.

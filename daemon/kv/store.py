@@ -18,6 +18,7 @@ from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops.batch import Array, Piece, Run
 from slotd.daemon.ops.kv_blocks import stored_bytes
+from slotd.daemon.ops.page_layout import Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,10 @@ class PageStore(PageStorage):
     def write_page(self, page: int, n: int, data: memoryview) -> None:
         self._write(page, n, self.layout.planes(np.frombuffer(data, np.uint8, n * self.bytes_per_token), n))
 
-    def read(self, pages: Sequence[int], n_tokens: int) -> StoredPages:
-        stored = StoredPages(self.layout, (np.empty((len(pages), self.page_bytes), np.uint8),), n_tokens)
+    def read(self, pages: Sequence[int], n_tokens: int, images: Bytes | None = None) -> StoredPages:
+        if images is None:
+            images = np.empty((len(pages), self.page_bytes), np.uint8)
+        stored = self.stored(images, n_tokens)
         for number, page in enumerate(pages):
             n = min(PAGE, n_tokens - number * PAGE)
             k, v = self.layout.planes(stored.image(number), PAGE)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.memory.device_lost import DeviceLost
 from slotd.protocol.errors import SlotdError
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ SITES = (
     "drafter_load",
     "score",
 )
+
+#: A site that no memory runs out at: passing it may find the device gone.
+DEVICE_LOST = "device_lost"
 
 #: The site outside all named ones: loading the model.
 START = "start"
@@ -88,6 +92,11 @@ class Ledger(ABC):
         self._here = threading.local()
 
     # ----- sites
+
+    def check_device(self) -> None:
+        """Passed by each forward: raises DeviceLost when `SLOTD_FAULT` says so."""
+        if self._faults is not None and self._faults.hits(DEVICE_LOST):
+            raise DeviceLost("injected by SLOTD_FAULT")
 
     @contextmanager
     def site(self, name: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -34,7 +35,9 @@ CONFINED = {
 #: layer and lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli"),
-    ("serve",),
+    ("child",),
+    ("serve", "serve_process"),
+    ("assembly", "process_host"),
     ("loop", "host"),
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
@@ -47,12 +50,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "kv", "sampling"),
     ("ops",),
     ("memory", "weights"),
-    ("account", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence", "state_file")
-    + ("totals",),
+    ("engine_process", "engine_life", "in_flight", "slots_seen"),
+    ("link_wire", "shared_state"),
+    ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
+    + ("state_file", "totals"),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.
-FRONT = ("loop", "handlers", "front", "outbox", "open_requests", "door", "prompt_files")
+FRONT = (
+    *("loop", "handlers", "front", "outbox", "open_requests", "door", "prompt_files", "assembly"),
+    *("serve_process", "process_host", "engine_process", "engine_life", "in_flight", "slots_seen"),
+)
 ENGINE = (
     *("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery"),
     *(
@@ -212,6 +220,20 @@ def test_rule_sees_an_offender(rule: Rule, offender: Source) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_lets_good_files_pass(rule: Rule) -> None:
     assert _violations(rule, INNOCENT) == []
+
+
+@pytest.mark.parametrize(
+    ("loaded", "left_out"),
+    [
+        ("serve_process", ("numpy",)),  # it starts the engine's process, then loads the rest
+        ("assembly, process_host", tuple(f"slotd.daemon.{unit}" for unit in ENGINE)),
+    ],
+)
+def test_a_front_beside_an_engine_process_loads_no_engine(loaded: str, left_out: tuple[str, ...]) -> None:
+    """By way of nobody: it would cost the start time twice."""
+    code = f"import sys; from slotd.daemon import {loaded}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(left_out).isdisjoint(done.stdout.split())
 
 
 def test_all_three_packages_are_read() -> None:

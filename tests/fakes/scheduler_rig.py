@@ -13,7 +13,7 @@ import numpy as np
 from slotd.daemon.backend import Outputs
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.slots import Slot
-from slotd.daemon.link import Emit, Finished, Flags, Key, Line, State, Submit, ToFront
+from slotd.daemon.link import Emit, Finished, Flags, Key, Line, Started, State, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults
 from slotd.daemon.models.model import Interrupt
 from slotd.daemon.numpy_backend import NumpyBackend
@@ -98,12 +98,19 @@ class SchedulerRig:
         with open_model(model) as file:
             self.engine = WatchedEngine(file, NumpyBackend(memory, exact=True))
         self.clock = Clock()
-        self.messages: list[ToFront] = []
+        self.messages: list[ToFront] = []  # but Started
+        self.started: list[Key] = []
         self.flags: dict[Key, Flags] = {}
         self.scheduler = Scheduler(
-            self.engine, self.messages.append, eos_ids=frozenset(eos_ids), clock=self.clock,
+            self.engine, self._deliver, eos_ids=frozenset(eos_ids), clock=self.clock,
             **{"chunk": 128, "parallel": 4, "max_stall": 0.06, **options},
         )  # fmt: skip
+
+    def _deliver(self, message: ToFront) -> None:
+        if isinstance(message, Started):
+            self.started.append(message.key)
+        else:
+            self.messages.append(message)
 
     # ----- what is asked
 

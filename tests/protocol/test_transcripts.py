@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slotd.daemon.config import ENGINE_HOSTS
 from tests.fakes.daemon_process import DaemonProcess
 
 TEXT = (files("slotd.protocol") / "PROTOCOL.md").read_text()
@@ -61,14 +62,16 @@ def test_there_are_transcripts() -> None:
     assert len(TRANSCRIPTS) >= 10
 
 
+@pytest.mark.parametrize("engine", ENGINE_HOSTS)
 @pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=range(len(TRANSCRIPTS)))
-def test_transcript(tiny_llama: Path, tmp_path: Path, transcript: str) -> None:
+def test_transcript(tiny_llama: Path, tmp_path: Path, transcript: str, engine: str) -> None:
     names = {name: tmp_path / name for name in ("prompt.bin", "prompt.counted", "out.counted")}
     names["prompt.bin"].write_bytes(np.asarray([5, 6, 7], "<i4").tobytes())
     names["prompt.counted"].write_bytes(np.asarray([3, 5, 6, 7], "<i4").tobytes())
     lines = transcript.splitlines()
     flags = lines.pop(0).removeprefix("D: ").split() if lines[0].startswith("D: ") else []
     flags = [flag.replace("{slots}", str(tmp_path / "slots")) for flag in flags]
+    flags.append(f"--engine={engine}")
     stream = not any(flag.startswith("--stream-fd") for flag in flags)
     with DaemonProcess(tiny_llama, *flags, stream=stream) as daemon:
         player = Player(daemon, names)

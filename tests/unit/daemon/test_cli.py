@@ -22,6 +22,7 @@ FLAGS: dict[str, Any] = {
     "chunk": None, "parallel": 4, "slots": 8, "k_type": None, "v_type": None, "exact": False,
     "device": "auto", "pool": "legacy",
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
+    "engine": None, "engine_timeout": 60.0,
     "host_cache": None, "trim_tokens": None, "state_dir": None,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
     "ddtree_no_chain_seed": False,
@@ -104,6 +105,8 @@ def test_the_word_beats_the_flag_for_the_model() -> None:
         ({"stream_fd": "2"}, "--stream-fd '2'"),
         ({"chunk": 0}, "--chunk 0"),
         ({"oom_policy": "once"}, "--oom-policy 'once'"),
+        ({"engine": "fork"}, "--engine 'fork': must be thread or process"),
+        ({"engine_timeout": 0.0}, "--engine-timeout 0 s: must be 0.1 to 86400"),
         ({"host_cache": "-1"}, "--host-cache '-1'"),
         ({"trim_tokens": -1}, "--prefill-pool-trim-tokens -1"),
     ],
@@ -164,6 +167,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     made: list[Any] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     monkeypatch.setattr(cli, "guard_stdout", lambda: 77)
+    monkeypatch.setattr(cli, "default_engine", lambda device: "thread")  # on a machine with a GPU too
     monkeypatch.setattr(cli, "setup_logging", lambda verbosity: None)
     monkeypatch.setattr("slotd.daemon.serve.serve", lambda config, fd: made.append((config, fd)) or 0)
     monkeypatch.setattr("slotd.daemon.loop.end_process", lambda code: made.append(code))
@@ -182,16 +186,25 @@ def test_a_daemon_serves_and_then_leaves(configs: list[Any]) -> None:
     assert configs == [(Config(model=Path("m.gguf")), 77), 0]
 
 
+def test_a_process_is_asked_for(configs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotd.daemon.serve_process.serve", lambda config, fd: configs.append(config) or 0)
+    assert invoke("daemon", "m.gguf", env={"SLOTD_ENGINE": "process"}).exit_code == 0
+    assert invoke("daemon", "m.gguf", "--engine", "process").exit_code == 0
+    assert configs == [Config(model=Path("m.gguf"), engine="process"), 0] * 2
+
+
 def test_every_flag_arrives(configs: list[Any]) -> None:
     argv = "-c 512 --chunk 64 -np 2 --slots 3 -ctk f16 -ctv f16 --exact --memory-limit 1g --stream-fd -"
     argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
     argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512 --state-dir run"
     argv += " --device cpu --pool vmm"
+    argv += " --engine thread --engine-timeout 7"
     assert invoke("daemon", *argv.split()).exit_code == 0
     assert configs[0][0] == Config(
         model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
         exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
         oom_policy="seed", host_cache=1 << 20, trim_tokens=512, state_dir="run", device="cpu", pool="vmm",
+        engine_timeout=7.0,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.engine import Engine
-from slotd.daemon.link import Finished, Flags, Key, Line, Submit, ToFront
+from slotd.daemon.link import Finished, Flags, Key, Line, Started, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.recovery import Recovery
@@ -65,7 +65,8 @@ class SlotRig:
         """Run one command: its events and its one end, which comes last."""
         self.messages.clear()
         self.commands.run(Submit(key, command, Flags(), self.clock.now))
-        *lines, end = self.messages
+        begun, *lines, end = self.messages
+        assert begun == Started(key)
         assert isinstance(end, Finished)
         assert all(isinstance(line, Line) and line.key == key for line in lines)
         assert end.key == key

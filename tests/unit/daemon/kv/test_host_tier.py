@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slotd.daemon.arena_directory import default_budget
 from slotd.daemon.engine import Engine
-from slotd.daemon.kv.host_tier import OutOfHostMemory, default_budget
+from slotd.daemon.kv.host_tier import OutOfHostMemory
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
 from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows

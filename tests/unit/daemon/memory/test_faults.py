@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slotd.daemon.memory import SITES, Faults
+from slotd.daemon.memory import SITES, DeviceLost, DeviceMemory, Faults
 from slotd.protocol.errors import ConfigError
 
 
@@ -47,3 +47,20 @@ def test_an_unknown_site_lists_the_known_ones() -> None:
 def test_bad_numbers_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected SITE:NTH or SITE:NTH:COUNT"):
         Faults.parse(text)
+
+
+def test_a_lost_device_happens_to_so_many_processes() -> None:
+    faults = Faults.parse("device_lost:3:2")
+    assert faults == Faults("device_lost", 3, 2)
+    assert [faults.spares(n) for n in range(4)] == [False, False, True, True]
+    assert not Faults("decode", 1).spares(5)
+
+
+def test_a_lost_device_is_met_at_the_nth_forward_and_is_no_exception() -> None:
+    memory = DeviceMemory(faults=Faults("device_lost", 3))
+    memory.check_device()
+    with memory.site("decode"):
+        memory.check_device()
+    with pytest.raises(DeviceLost, match="injected"):
+        memory.check_device()
+    assert not issubclass(DeviceLost, Exception)
