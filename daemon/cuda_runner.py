@@ -269,7 +269,5 @@ class CudaRunner:
         counts = row_counts(rows) if len(rows) != len(rows.sequences) else repeat(1)
         found: list[PageAddresses] = []
         for sequence, n in zip(rows.sequences, counts, strict=False):
-            k, v = self._store.addresses(sequence.pages)
-            pages = pages_for(len(sequence) + n)
-            found.append((k[:pages], v[:pages]))
+            found.append(self._store.addresses(sequence.pages)[:, : pages_for(len(sequence) + n)])
         return found

@@ -67,7 +67,7 @@ class CudaPageStore(PageStorage):
         super().__init__(memory, n_layer, n_head_kv, head_dim, value_dim, k_type, v_type)
         self._copies = copies(memory, self.layout)
         self._segments: dict[int, Any] = {}
-        self._tables: OrderedDict[int, tuple[list[int], tuple[Addresses, Addresses]]] = OrderedDict()
+        self._tables: OrderedDict[int, tuple[list[int], Addresses]] = OrderedDict()
         self._addresses: Addresses = np.zeros(
             (2, 0), dtype=np.uint64
         )  # by page; 0 = its segment is not there
@@ -76,8 +76,8 @@ class CudaPageStore(PageStorage):
         found: Addresses = self._addresses[:, pages]
         return found
 
-    def addresses(self, table: list[int]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Where pages lie: K and V of layer 0, head 0, place 0, uint64 [n] each (see `PageLayout`).
+    def addresses(self, table: list[int]) -> Addresses:
+        """Where pages lie: uint64 [2, n], K and V of layer 0, head 0, place 0 (see `PageLayout`).
 
         A table is asked for at every step and rarely changes: what was found is remembered.
         """
@@ -85,11 +85,11 @@ class CudaPageStore(PageStorage):
         if known is not None and known[0] == table:
             self._tables.move_to_end(id(table))
             return known[1]
-        k, v = self._at(table)
-        self._tables[id(table)] = (table.copy(), (k, v))
+        found = self._at(table)
+        self._tables[id(table)] = (table.copy(), found)
         if len(self._tables) > MOST_TABLES:
             self._tables.popitem(last=False)
-        return k, v
+        return found
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
         pages = super().allocate(n, after)
