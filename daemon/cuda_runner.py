@@ -7,10 +7,12 @@ buffers are its own and stay where they are; a step fills one pinned buffer, lau
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import wraps
 from itertools import repeat
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ import numpy.typing as npt
 from slotd.daemon.backend import Logits, Outputs
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.memory import DeviceLost, OutOfDeviceMemory
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Interrupt, Interrupted, Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
@@ -109,6 +112,30 @@ class _Prompt:
     arrays: list[Any]
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _errors_that_stick(
+    method: Callable[Concatenate[CudaRunner, P], T],
+) -> Callable[Concatenate[CudaRunner, P], T]:
+    """A failure after which the context is gone is DeviceLost, whatever it said."""
+
+    @wraps(method)
+    def guarded(runner: CudaRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(runner, *args, **kwargs)
+        except (OutOfDeviceMemory, Interrupted):
+            raise
+        except Exception as error:
+            if not runner.device_is_broken():
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        raise DeviceLost(reason)
+
+    return guarded
+
+
 class CudaRunner:
     """See `backend.Runner`.
 
@@ -143,10 +170,11 @@ class CudaRunner:
         # Taken and given back: the pool keeps the block for the embedding.
         self._memory.empty((len(rows), self.model.hyper.n_embd))
 
+    @_errors_that_stick
     def embed(self, rows: Rows) -> _Prompt:
         self._begin_call()
         n, addresses = len(rows), self._table_addresses(rows)
-        layout = BatchLayout.for_prompt(n, sum(len(k) for k, _ in addresses), self._max_ctx)
+        layout = BatchLayout.for_prompt(n, sum(table.shape[1] for table in addresses), self._max_ctx)
         buffer = self._memory.empty((layout.nbytes,), np.uint8)
         if layout.nbytes > len(self._staging.array):
             self._staging = PinnedBuffer(layout.nbytes)
@@ -158,6 +186,7 @@ class CudaRunner:
         tokens = buffer[offset : offset + shape[0] * dtype.itemsize].view(dtype)
         return _Prompt(self.model.embed(tokens), CudaCall(self._attention, batch, None), [buffer])
 
+    @_errors_that_stick
     def prompt(self, rows: Rows, x: _Prompt, interrupt: Interrupt | None) -> Outputs:
         try:
             hidden = self.model.forward(x.x, x.call, interrupt)
@@ -175,6 +204,7 @@ class CudaRunner:
 
     # ----- steps
 
+    @_errors_that_stick
     def step(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
         self._begin_call()
         addresses = self._table_addresses(rows)
@@ -195,10 +225,15 @@ class CudaRunner:
         logits = step.logits if len(wanted) == len(rows) else step.logits[wanted]
         return CudaOutputs(self, logits, best, wanted)
 
+    def device_is_broken(self) -> bool:
+        """Whether nothing can be computed any more."""
+        return self._stream.broken()
+
     def drop_graphs(self) -> None:
         """Forget all graphs; the next steps capture theirs again."""
         self._steps.clear()
 
+    @_errors_that_stick
     def fetch(self, logits: Any, n: int) -> Logits:
         """The first n rows in host memory."""
         n_bytes = n * logits.shape[1] * 4
@@ -210,7 +245,7 @@ class CudaRunner:
         return rows
 
     def _key(self, n: int, addresses: SequenceOf[PageAddresses]) -> Key:
-        pages = [len(k) for k, _ in addresses]
+        pages = [table.shape[1] for table in addresses]
         longest = max(pages) * PAGE
         context = next((b for b in CONTEXT_BUCKETS if longest <= b), self._max_ctx)
         room, total = pages_for(context), sum(pages)

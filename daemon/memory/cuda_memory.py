@@ -72,6 +72,10 @@ class Device(Protocol):
         """Bytes that the driver has left."""
         ...
 
+    def poison(self) -> None:
+        """Make a kernel write where nothing is: the context is lost, as by a fault of a kernel of ours."""
+        ...
+
 
 class _Lease:
     """Holds a block while arrays use it."""
@@ -228,6 +232,9 @@ class CudaMemory(Ledger):
 
     # ----- inside
 
+    def _lose_device(self) -> None:
+        self._device.poison()
+
     def _held(self) -> int:
         return self._pool.total_bytes() + self._captured.total_bytes()
 
@@ -286,6 +293,10 @@ class CupyDevice:
 
     def free_bytes(self) -> int:
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
+
+    def poison(self) -> None:
+        source = 'extern "C" __global__ void write_nowhere(unsigned long long at) { *(int*)at = 1; }'
+        self._cupy.RawKernel(source, "write_nowhere")((1,), (1,), (np.uint64(8),))
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -94,9 +94,12 @@ class Ledger(ABC):
     # ----- sites
 
     def check_device(self) -> None:
-        """Passed by each forward: raises DeviceLost when `SLOTD_FAULT` says so."""
+        """Passed by each forward: the device is lost when `SLOTD_FAULT` says so."""
         if self._faults is not None and self._faults.hits(DEVICE_LOST):
-            raise DeviceLost("injected by SLOTD_FAULT")
+            self._lose_device()
+
+    def _lose_device(self) -> None:
+        raise DeviceLost("injected by SLOTD_FAULT")
 
     @contextmanager
     def site(self, name: str) -> Iterator[None]:

@@ -27,7 +27,7 @@ THREADS = 128
 _PAIRS = {"interleaved": 0, "half": 1}
 
 #: Tiles are worked on one by one, not split by split, while that takes so many rounds of all blocks or fewer.
-SINGLE_ROUNDS = 3
+SINGLE_ROUNDS = 2
 
 #: Blocks of a multiprocessor that the registers allow, by kernel.
 _NARROW_BLOCKS, _WIDE_BLOCKS = 3, 2

@@ -69,6 +69,14 @@ class Stream:
         """Enqueue a graph."""
         graph.launch(self._stream)
 
+    def broken(self) -> bool:
+        """Whether the context is gone: an error that every later call would meet again."""
+        try:
+            cupy.cuda.runtime.deviceSynchronize()
+        except cupy.cuda.runtime.CUDARuntimeError:
+            return True
+        return False
+
     def _abandon_capture(self) -> None:
         try:
             self._stream.end_capture()

@@ -33,7 +33,7 @@ def test_p52_bytes_arrive_where_they_belong(memory, shape, types, check) -> None
 def test_more_pages_than_one_launch_or_transfer_takes(memory, monkeypatch) -> None:
     monkeypatch.setattr("slotd.daemon.ops.cuda_pages.STAGING_BYTES", 1 << 19)
     monkeypatch.setattr("slotd.daemon.ops.cuda_pages.BLOCK_BYTES", 1 << 17)
-    mirror = Mirror(CudaPages, memory, 2 * MOST_ENTRIES + 30, shape=(1, 1, 64, 64))
+    mirror = Mirror(CudaPages, memory, 6 * MOST_ENTRIES, shape=(1, 1, 64, 64))
     assert mirror.cuda._copies.pages_per_block > 1
     mirror.check_pages_outside()
     gone = [page for page in mirror.pages if page % 3]
@@ -41,7 +41,7 @@ def test_more_pages_than_one_launch_or_transfer_takes(memory, monkeypatch) -> No
         store.pages.release(gone)
     moves = mirror.host.compact()
     assert mirror.cuda.compact() == moves
-    assert len(moves) > 30
+    assert len(moves) > MOST_ENTRIES
     mirror.pages = [moves.get(page, page) for page in mirror.pages if page % 3 == 0]
     assert mirror.differing() == []
 

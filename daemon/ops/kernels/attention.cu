@@ -434,6 +434,7 @@ constexpr int SPLITS_AT_ONCE = 64;
 struct Splits {
     int n_parts, split_parts, first_single;
 
+    DEVICE int whole() const { return first_single % SPLIT_TILES == 0 ? split_parts : split_parts - 1; }
     DEVICE int count() const { return (first_single + n_parts - split_parts - 1) / SPLIT_TILES + 1; }
     DEVICE int first(int split) const {
         return split < split_parts ? split : split_parts + max(split * SPLIT_TILES - first_single, 0);
@@ -472,7 +473,14 @@ DEVICE void combine(const Step& step) {
     for (int start = 0; start < n_splits; start += SPLITS_AT_ONCE) {
         const int n = min(SPLITS_AT_ONCE, n_splits - start);
         __syncthreads();
-        for (int split = warp; split < n; split += N_WARPS) {
+        const int n_whole = min(n, splits.whole() - start);
+#pragma unroll 8
+        for (int split = warp; split < n_whole; split += N_WARPS) {
+            sums[split][lane] = __ldcg(part_sums + (start + split) * stride);
+            const float2 w = __ldcg(part_weights + static_cast<u64>(start + split) * heads.n_head);
+            if (lane == 0) weights[split] = make_float2(exp2_shared(w.x - largest), w.y);
+        }
+        for (int split = max(n_whole, 0) + warp; split < n; split += N_WARPS) {
             const int first = splits.first(start + split), count = splits.stop(start + split) - first;
             float x[SPLIT_TILES];
             float2 w[SPLIT_TILES];
