@@ -7,6 +7,7 @@ and checksum match counts; a process that is killed in the middle leaves nothing
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -14,6 +15,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 #: Most entries: each slot may have one, and those that are replaced or on their way elsewhere for a while.
 MOST_ENTRIES = 256
@@ -121,10 +124,22 @@ def intact_slots(descriptor: int | None) -> list[int]:
         return sorted(ArenaDirectory(cells).intact())
 
 
-def make_arena(budget: int) -> int:
-    """The descriptor of an empty arena for so many bytes of slots; no memory is taken yet."""
+def make_arena(budget: int) -> int | None:
+    """The descriptor of an empty arena for so many bytes of slots; no memory is taken yet.
+
+    Returns:
+        None: there is to be none, or this process may not have one (a limit on the size of files); slots
+        then get ordinary memory.
+    """
+    if budget == 0:
+        return None
     descriptor = os.memfd_create("slotd-host-cache", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, DIRECTORY_BYTES + 2 * budget + SPARE_BYTES)
+    try:
+        os.ftruncate(descriptor, DIRECTORY_BYTES + 2 * budget + SPARE_BYTES)
+    except OSError as error:
+        log.warning("the host tier is ordinary memory, which does not outlive this process: %s", error)
+        os.close(descriptor)
+        return None
     return descriptor
 
 

@@ -91,7 +91,7 @@ class Child:
 
     def _arena(self) -> HostArena | None:
         memory = self._settings.memory
-        return None if memory.arena is None else open_arena(memory.arena, memory.arena_bytes, recorded=True)
+        return open_arena(memory.arena, memory.arena_bytes, recorded=True)
 
     def deliver(self, message: ToFront) -> None:
         """Send a message; ids wait until `flush` or the next other message."""

@@ -37,7 +37,7 @@ FLOAT32_BYTES = 4
 def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
     """Load the model and make an engine.
 
-    arena: the memory of the host tier; None: ordinary memory.
+    arena: the memory of the host tier; None: ordinary memory, of the size that is configured.
 
     Raises:
         ModelError: the file cannot be used.
@@ -106,7 +106,7 @@ def open_engine_side(
 def serve(config: Config, stdout_fd: int) -> int:
     """Run a daemon that hosts the engine side by a thread; returns the exit code."""
     budget = host_budget(config)
-    arena = open_arena(make_arena(budget), budget, recorded=False) if budget else None
+    arena = open_arena(make_arena(budget), budget, recorded=False)
     scheduler, opened = open_engine_side(config, lambda message: daemon.deliver(message), arena)
     daemon = Daemon(
         config, opened,

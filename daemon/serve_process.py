@@ -20,7 +20,7 @@ def serve(config: Config, stdout_fd: int) -> int:
     """
     shared = SharedState()
     budget = default_budget() if config.host_cache is None else config.host_cache
-    memory = SharedMemory(shared.descriptor, make_arena(budget) if budget else None, budget)
+    memory = SharedMemory(shared.descriptor, make_arena(budget), budget)
     process = EngineProcess(config, memory, epoch=0, replacements=0)
     from slotd.daemon.assembly import Daemon
     from slotd.daemon.process_host import ProcessHost

@@ -275,8 +275,10 @@ class HostArena:
         return Survivor(about, tokens, logits, images)
 
 
-def open_arena(descriptor: int, budget: int, *, recorded: bool) -> HostArena | None:
-    """As HostArena; None when this process may not have so much address space: slots get ordinary memory."""
+def open_arena(descriptor: int | None, budget: int, *, recorded: bool) -> HostArena | None:
+    """As HostArena; None when there is none, or this process may not have so much address space."""
+    if descriptor is None:
+        return None
     try:
         return HostArena(descriptor, budget, recorded=recorded)
     except OSError as error:

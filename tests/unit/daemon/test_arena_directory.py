@@ -76,6 +76,7 @@ def test_an_entry_beyond_the_end_is_none(cells: mmap.mmap) -> None:
 
 def test_an_arena_takes_no_memory_before_it_is_used() -> None:
     descriptor = make_arena(1 << 33)
+    assert descriptor is not None
     try:
         assert os.fstat(descriptor).st_size > 1 << 33
         assert os.fstat(descriptor).st_blocks == 0
@@ -84,6 +85,18 @@ def test_an_arena_takes_no_memory_before_it_is_used() -> None:
     finally:
         os.close(descriptor)
     assert intact_slots(None) == []
+    assert make_arena(0) is None
+
+
+def test_where_files_may_not_be_so_large_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, size: int) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    assert make_arena(1 << 20) is None
+    assert "File too large" in caplog.text
 
 
 def test_the_default_budget_is_a_share_of_what_is_there() -> None:

@@ -27,6 +27,7 @@ PAGE_BYTES = 10_000
 @pytest.fixture
 def descriptor() -> Iterator[int]:
     made = make_arena(BUDGET)
+    assert made is not None
     yield made
     os.close(made)
 
