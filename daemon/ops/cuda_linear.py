@@ -99,7 +99,7 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         chosen = kernel(f"linear_{form.name}_{group}")
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
-        smem = 2 * warps * rows.n * _COLUMN_STRIDE * 4
+        smem = 2 * warps * group * (_COLUMN_STRIDE + 1) * 4
         args = (_parts(parts, weight), rows, output)
         chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
 

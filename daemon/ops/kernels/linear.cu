@@ -7,7 +7,7 @@
 
 constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
 
-// Shared memory holds [2][warps][n] sums of 16.
+// Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE], and the powers of two that go with them, [2][warps][NT * 8].
 template <int FORMAT, int NT>
 DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
     extern __shared__ float sums[];
@@ -28,17 +28,16 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
 #pragma unroll
     for (int j = 0; j < NT; ++j) slab[j] = total[j] = 0.0f;
 
-    const int of_one = n * COLUMN_STRIDE;
+    constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE, LANE_SCALES = (NT + 3) / 4;
+    float* scales_of_turns = sums + 2 * n_warps * OF_ONE;
     for (int first = 0, half = 0; first < n_segments; first += n_warps, half ^= 1) {
-        float* turn = sums + half * n_warps * of_one;
+        float* turn = sums + half * n_warps * OF_ONE;
+        float* turn_scales = scales_of_turns + half * n_warps * (NT * 8);
         const int segment = first + warp;
         if (segment < n_segments) {
-            float scale[NT][2];  // of rows 8j + 2t and 8j + 2t + 1: powers of two, nothing is rounded
+            float scale[LANE_SCALES];
 #pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                scale[j][0] = rows.scale[segment * room + min(8 * j + 2 * t, n - 1)];
-                scale[j][1] = rows.scale[segment * room + min(8 * j + 2 * t + 1, n - 1)];
-            }
+            for (int i = 0; i < LANE_SCALES; ++i) scale[i] = rows.scale[segment * room + min(lane + 32 * i, n - 1)];
             float d[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
@@ -70,16 +69,17 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
                     held.load_scales(next, lane);
                 }
             }
-            float* mine = turn + warp * of_one + g;
 #pragma unroll
-            for (int j = 0; j < NT; ++j)
+            for (int i = 0; i < LANE_SCALES; ++i)
+                if (NT >= 4 || lane < NT * 8) turn_scales[warp * (NT * 8) + lane + 32 * i] = scale[i];
 #pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    const int row = 8 * j + 2 * t + odd;
-                    if (row >= n) continue;
-                    mine[row * COLUMN_STRIDE] = __fmul_rn(d[j][odd], scale[j][odd]);
-                    mine[row * COLUMN_STRIDE + 8] = __fmul_rn(d[j][2 + odd], scale[j][odd]);
-                }
+            for (int j = 0; j < NT; ++j) {
+                float* to = turn + warp * OF_ONE + (8 * j + 2 * t) * COLUMN_STRIDE + g;
+                to[0] = d[j][0];
+                to[COLUMN_STRIDE] = d[j][1];
+                to[8] = d[j][2];
+                to[COLUMN_STRIDE + 8] = d[j][3];
+            }
         }
         __syncthreads();
         // Everybody adds some outputs up, segments in order. The other half of `sums` is free meanwhile.
@@ -89,8 +89,9 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
             const int index = threadIdx.x + j * blockDim.x;
             if (index >= n * TILE_ROWS) break;
             const float* from = turn + (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
+            const float* scale = turn_scales + index / TILE_ROWS;
             for (int i = 0; i < count; ++i) {
-                slab[j] = __fadd_rn(slab[j], from[i * of_one]);
+                slab[j] = __fadd_rn(slab[j], __fmul_rn(from[i * OF_ONE], scale[i * (NT * 8)]));  // exact product
                 if ((first + i) % SLAB == SLAB - 1) {
                     total[j] = __fadd_rn(total[j], slab[j]);
                     slab[j] = 0.0f;
