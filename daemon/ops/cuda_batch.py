@@ -40,6 +40,9 @@ MOST_SEQUENCES = 64
 
 INERT, SHARED, TAIL, GATHERED = range(4)
 
+#: A token that the step before has yet to choose.
+TAKE = -2
+
 #: Columns of an entry of the work list.
 ENTRY = ("kind", "first_row", "n_rows", "first_page", "first_tile", "n_tiles", "committed", "part")
 
@@ -259,8 +262,12 @@ def _pack_next_tokens(
     addresses: SequenceOf[PageAddresses],
     k_row_bytes: int,
     v_row_bytes: int,
+    ahead: int = 0,
 ) -> Packed:
-    """As pack_step, for one row of each sequence: plain decoding, where the host has to be quick."""
+    """As pack_step, for one row of each sequence: plain decoding, where the host has to be quick.
+
+    ahead: uncommitted rows of each sequence that count as committed.
+    """
     n, entries = len(rows), views["entries"]
     _check("rows", n, layout.rows)
     for name, filler in (("tokens", 0), ("positions", -1), ("sequence", 0), ("write_k", 0), ("write_v", 0)):
@@ -271,7 +278,7 @@ def _pack_next_tokens(
     parts = n_entries = first_page = context = 0
     tails: list[tuple[int, ...]] = []
     for row, (sequence, (k, v)) in enumerate(zip(rows.sequences, addresses, strict=True)):
-        committed, n_pages = len(sequence), len(k)
+        committed, n_pages = len(sequence) + ahead, len(k)
         tile, place = divmod(committed, TILE)
         _check("pages", first_page + n_pages, layout.pages)
         if tile >= n_pages:
@@ -405,6 +412,23 @@ def _pack_ancestors(
             straight[row] = straight[parent - start] and row == depth
         mine[depth] = row
     return straight
+
+
+def pack_ahead(
+    layout: BatchLayout,
+    views: Views,
+    rows: Rows,
+    addresses: SequenceOf[PageAddresses],
+    k_row_bytes: int,
+    v_row_bytes: int,
+) -> Packed:
+    """The step behind a step of plain decoding: its tokens are what the device finds best there (TAKE).
+
+    Args: as pack_step's; addresses cover one token more.
+    """
+    packed = _pack_next_tokens(layout, views, rows, addresses, k_row_bytes, v_row_bytes, ahead=1)
+    views["tokens"][: len(rows)] = TAKE
+    return packed
 
 
 def _are_single(layout: BatchLayout, rows: Rows, groups: SequenceOf[int]) -> bool:

@@ -25,6 +25,18 @@ class PinnedBuffer:
         self.address = int(self.array.ctypes.data)
 
 
+class Mark:
+    """A point in a stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """Until the stream is past it. Spins."""
+        self._event.synchronize()
+
+
 class Stream:
     """The stream that the engine computes on; made current for the calling thread by `use`."""
 
@@ -43,6 +55,10 @@ class Stream:
     def wait(self) -> None:
         """Until everything is done. Spins: 5 to 10 us later than the device, not 65."""
         self._stream.synchronize()
+
+    def mark(self) -> Mark:
+        """What is enqueued until now."""
+        return Mark(self._stream)
 
     def upload(self, target: int, source: PinnedBuffer, n_bytes: int) -> None:
         """Enqueue a copy to address `target` of the device."""

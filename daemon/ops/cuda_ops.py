@@ -33,11 +33,13 @@ class CudaCall:
         attention: the kernels for the model's heads.
         batch: where the call's arrays lie.
         space: scratch of step attention; None for a prompt.
+        held: arrays that these addresses are of.
     """
 
     attention: CudaAttention
     batch: DeviceBatch
     space: StepSpace | None
+    held: Any = None
 
 
 @dataclass(frozen=True, slots=True)

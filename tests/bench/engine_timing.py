@@ -123,7 +123,7 @@ class Timing:
         times = []
         for number in range(STEPS + WARM):
             began = time.perf_counter()
-            outputs = self._engine.forward(Rows.chain(sequence, [token]), Kind.STEP)
+            outputs = self._engine.forward(Rows.next_tokens([sequence], [token]), Kind.STEP)
             ids, finite = outputs.greedy()
             self._engine.commit(sequence, [0])
             if number >= WARM:

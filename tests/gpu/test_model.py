@@ -161,3 +161,70 @@ def test_the_size_of_prompt_pieces_does_not_matter(engine: Engine) -> None:
         sequence, logits = prefill(engine, tokens, chunk)
         results.append((logits.tobytes(), *decode(engine, sequence, ids(2, seed=1))))
     assert len(set(results)) == 1
+
+
+def greedy(engine: Engine, sequence: Sequence, token: int, n: int) -> list[int]:
+    """n tokens of plain greedy decoding behind `token`: from the third on they are foreseen."""
+    found = []
+    for _ in range(n):
+        outputs = engine.forward(Rows.next_tokens([sequence], [token]), Kind.STEP)
+        engine.commit(sequence, [0])
+        token = int(outputs.greedy()[0][0])
+        found.append(token)
+    return found
+
+
+def test_foreseen_steps_are_those_that_were_not(engine: Engine) -> None:
+    """Other rows in between keep the runner from looking ahead; the tokens are the same."""
+    for context in (1, 60, 500, 4080):  # over page edges, and into the next context bucket
+        base, _ = prefill(engine, ids(context))
+        other, _ = prefill(engine, ids(5))
+        foreseen = greedy(engine, engine.fork(base), 7, 40)
+        plain, token, sequence = [], 7, engine.fork(base)
+        for _ in range(40):
+            token = greedy(engine, sequence, token, 1)[0]
+            plain.append(token)
+            engine.forward(Rows.next_tokens([other], [9]), Kind.STEP)
+            engine.drop(other)
+        assert foreseen == plain, context
+
+
+def test_what_was_foreseen_for_another_text_is_not_used(engine: Engine) -> None:
+    base, _ = prefill(engine, ids(100))
+    sequence = engine.fork(base)
+    tokens = greedy(engine, sequence, 7, 8)
+    # Another token than the best, a snapshot in between, a shorter text that grows again to the same length.
+    wrong = decode(engine, sequence, [11])
+    assert wrong == decode(engine, rebuilt(engine, base, [7, *tokens[:7]]), [11])
+    engine.snapshot(0, sequence)
+    after = greedy(engine, sequence, 12, 6)
+    assert after == greedy(engine, rebuilt(engine, base, [7, *tokens[:7], 11]), 12, 6)
+    engine.truncate(sequence, 104)
+    for token in ids(len(tokens) + 7, seed=8):
+        decode(engine, sequence, [token])
+    expected = rebuilt(engine, base, [7, *tokens[:3], *ids(len(tokens) + 7, seed=8)])
+    assert greedy(engine, sequence, 3, 5) == greedy(engine, expected, 3, 5)
+    restored = engine.restore(0)
+    assert decode(engine, restored, [12]) == decode(engine, rebuilt(engine, base, [7, *tokens[:7], 11]), [12])
+
+
+def rebuilt(engine: Engine, base: Sequence, tokens: list[int]) -> Sequence:
+    """A sequence of its own with these tokens behind a base, computed one by one."""
+    sequence = engine.fork(base)
+    decode(engine, sequence, tokens)
+    return sequence
+
+
+def test_four_sequences_that_are_decoded_together(engine: Engine) -> None:
+    bases = [prefill(engine, ids(n, seed=n))[0] for n in (1, 64, 700, 63)]
+    alone = [greedy(engine, engine.fork(base), 7, 20) for base in bases]
+    sequences, tokens = [engine.fork(base) for base in bases], [7] * 4
+    together: list[list[int]] = [[] for _ in bases]
+    for _ in range(20):
+        outputs = engine.forward(Rows.next_tokens(sequences, tokens), Kind.STEP)
+        for row, sequence in enumerate(sequences):
+            engine.commit(sequence, [row])
+        tokens = outputs.greedy()[0].tolist()
+        for row, token in enumerate(tokens):
+            together[row].append(token)
+    assert together == alone

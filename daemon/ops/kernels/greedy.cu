@@ -59,3 +59,12 @@ extern "C" __global__ void greedy_best(const Best* chunks, int2* out) {
     const Best best = warp_best(better(row[threadIdx.x], row[threadIdx.x + WARP]));
     if (threadIdx.x == 0) out[blockIdx.x] = make_int2(best.id, best.finite && best.value > -INF);
 }
+
+// Tokens that stand as TAKE become what another step found best for the same row.
+constexpr int TAKE = -2;
+
+extern "C" __global__ void greedy_take(int* tokens, const int2* best, int n) {
+    pdl_wait();
+    pdl_launch();
+    if (threadIdx.x < n && tokens[threadIdx.x] == TAKE) tokens[threadIdx.x] = best[threadIdx.x].x;
+}
