@@ -19,8 +19,8 @@ MOST_FEW_ROWS = 64
 #: Rows of x and tiles of outputs of a block of the kernel for many rows, and its threads.
 PROMPT_COLUMNS, PROMPT_TILES, PROMPT_THREADS = 128, 8, 256
 
-#: Its shared memory: a ring of four stages of x, the sums over slabs, and the scales of two segments.
-PROMPT_SHARED = 4 * 2 * PROMPT_COLUMNS * 64 + PROMPT_THREADS * 64 * 4 + 2 * PROMPT_COLUMNS * 4
+#: Its shared memory: a ring of four stages of x, and the sums over slabs.
+PROMPT_SHARED = 4 * 2 * PROMPT_COLUMNS * 64 + PROMPT_THREADS * 64 * 4
 
 WARP = 32
 
@@ -65,7 +65,7 @@ class Prepared:
 
     Attributes:
         halves: uint8, [segments, 8, room, 4] pieces of 16 bytes.
-        scale: float32 [segments, room], the power of two of each segment of a row.
+        scale: float32 [room], the power of two of each row.
         n: rows.
         room: rows that there is memory for.
     """
@@ -99,7 +99,7 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         chosen = kernel(f"linear_{form.name}_{group}")
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
-        smem = 2 * warps * group * (_COLUMN_STRIDE + 1) * 4
+        smem = 2 * warps * group * _COLUMN_STRIDE * 4
         args = (_parts(parts, weight), rows, output)
         chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
 

@@ -12,13 +12,14 @@ from slotd.daemon.memory import Ledger
 from slotd.daemon.ops.cuda_linear import Prepared, room_for
 from slotd.daemon.ops.cuda_weights import TILE_COLUMNS, Matrix
 from slotd.daemon.ops.kernels import kernel
+from slotd.protocol.errors import ConfigError
 
 EMBED_THREADS = 256
 
 WARP = 32
 
-#: Warps of a block that prepares segments without a norm; most of one with.
-BLOCK_WARPS, MOST_WARPS = 4, 32
+#: Most warps of a block, and most segments of a warp.
+MOST_WARPS, MOST_ROUNDS = 32, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,13 @@ def embed(memory: Ledger, tokens: Any, table: Matrix) -> Any:
 
 
 def norm(memory: Ledger, x: Any, weight: Any, eps: float) -> Prepared:
-    """x / sqrt(mean(x^2) + eps) * weight, prepared. x: float32 [n, m] or Picked, m at most 16384."""
+    """x / sqrt(mean(x^2) + eps) * weight, prepared. x: float32 [n, m] or Picked."""
     source = None
     if isinstance(x, Picked):
         x, source = x.x, x.source
     n, width = len(x if source is None else source), x.shape[1]
     out = _room(memory, n, width)
-    segments = -(-width // TILE_COLUMNS)
-    wide = segments > MOST_WARPS
-    args = (x, source, x.strides[0] // 4, weight, np.float32(eps), width, _target(out))
-    warps = -(-segments // 2) if wide else segments
-    kernel("prepare_norm_wide" if wide else "prepare_norm").launch(n, warps * WARP, args, pdl=True)
+    _launch("norm", n, width, (x, source, x.strides[0] // 4, weight, np.float32(eps), width, _target(out)))
     return out
 
 
@@ -62,9 +59,7 @@ def swiglu(memory: Ledger, gate_up: Any) -> Prepared:
     """silu(gate) * up, prepared. gate_up: float32 [n, 2 m], gate in the first half."""
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = _room(memory, n, width)
-    kernel("prepare_swiglu").launch(
-        _grid(n, width), BLOCK_WARPS * WARP, (gate_up, width, _target(out)), pdl=True
-    )
+    _launch("swiglu", n, width, (gate_up, width, _target(out)))
     return out
 
 
@@ -72,9 +67,28 @@ def prepare(memory: Ledger, x: Any) -> Prepared:
     """x as it is, prepared. x: float32 [n, m]."""
     n, width = x.shape
     out = _room(memory, n, width)
-    args = (x, x.strides[0] // 4, width, _target(out))
-    kernel("prepare_rows").launch(_grid(n, width), BLOCK_WARPS * WARP, args, pdl=True)
+    _launch("rows", n, width, (x, x.strides[0] // 4, width, _target(out)))
     return out
+
+
+def rounds_for(width: int) -> int:
+    """Segments that a warp takes of a row.
+
+    Raises:
+        ConfigError: a wider row than the kernels take.
+    """
+    rounds = -(-width // (TILE_COLUMNS * MOST_WARPS))
+    if rounds > MOST_ROUNDS:
+        raise ConfigError(
+            f"rows of {width} numbers: CUDA takes up to {TILE_COLUMNS * MOST_WARPS * MOST_ROUNDS}"
+        )
+    return rounds
+
+
+def _launch(what: str, n: int, width: int, args: tuple[Any, ...]) -> None:
+    rounds = rounds_for(width)
+    warps = -(-width // (TILE_COLUMNS * rounds))
+    kernel(f"prepare_{what}_{rounds}").launch(n, warps * WARP, args, pdl=True)
 
 
 class _Target(ctypes.Structure):
@@ -85,11 +99,7 @@ def _target(out: Prepared) -> _Target:
     return _Target(out.halves.data.ptr, out.scale.data.ptr, out.room)
 
 
-def _grid(n: int, width: int) -> tuple[int, int]:
-    return -(-width // (TILE_COLUMNS * BLOCK_WARPS)), n
-
-
 def _room(memory: Ledger, n: int, width: int) -> Prepared:
     room, segments = room_for(n), -(-width // TILE_COLUMNS)
     halves = memory.empty((segments * 8 * room * 64,), np.uint8)
-    return Prepared(halves, memory.empty((segments, room), np.float32), n, room)
+    return Prepared(halves, memory.empty((room,), np.float32), n, room)

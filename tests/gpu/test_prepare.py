@@ -17,7 +17,7 @@ def unpack(prepared, width) -> np.ndarray:
     halves = prepared.halves.get().view(np.float16).reshape(segments, 8, prepared.room, 4, 2, 2, 2)
     # [segment][w][row][t][hi][odd][0 or 2] -> column 256 segment + 64 t + 32 hi + 4 w + odd + (0 or 2)
     rows = halves.transpose(2, 0, 3, 4, 1, 6, 5).reshape(prepared.room, segments, 256).astype(np.float64)
-    rows *= prepared.scale.get().T[:, :, None]
+    rows *= prepared.scale.get()[:, None, None]
     return rows[: prepared.n].reshape(prepared.n, -1)[:, :width]
 
 
@@ -34,7 +34,7 @@ def test_rows_are_prepared_as_they_are(memory, width, n) -> None:
     close(unpack(cuda_prepare.prepare(memory, cupy.asarray(x)), width), x)
 
 
-@pytest.mark.parametrize("width", [64, 576, 1536, 5120, 8192, 16000])
+@pytest.mark.parametrize("width", [64, 576, 1536, 5120, 8192, 16000, 20000])
 def test_norm(memory, width) -> None:
     rng = np.random.default_rng(2)
     x = rng.standard_normal((7, width)).astype(np.float32) * 3

@@ -7,7 +7,7 @@
 
 constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
 
-// Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE], and the powers of two that go with them, [2][warps][NT * 8].
+// Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE].
 template <int FORMAT, int NT>
 DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
     extern __shared__ float sums[];
@@ -28,16 +28,11 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
 #pragma unroll
     for (int j = 0; j < NT; ++j) slab[j] = total[j] = 0.0f;
 
-    constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE, LANE_SCALES = (NT + 3) / 4;
-    float* scales_of_turns = sums + 2 * n_warps * OF_ONE;
+    constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE;
     for (int first = 0, half = 0; first < n_segments; first += n_warps, half ^= 1) {
         float* turn = sums + half * n_warps * OF_ONE;
-        float* turn_scales = scales_of_turns + half * n_warps * (NT * 8);
         const int segment = first + warp;
         if (segment < n_segments) {
-            float scale[LANE_SCALES];
-#pragma unroll
-            for (int i = 0; i < LANE_SCALES; ++i) scale[i] = rows.scale[segment * room + min(lane + 32 * i, n - 1)];
             float d[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
@@ -70,9 +65,6 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
                 }
             }
 #pragma unroll
-            for (int i = 0; i < LANE_SCALES; ++i)
-                if (NT >= 4 || lane < NT * 8) turn_scales[warp * (NT * 8) + lane + 32 * i] = scale[i];
-#pragma unroll
             for (int j = 0; j < NT; ++j) {
                 float* to = turn + warp * OF_ONE + (8 * j + 2 * t) * COLUMN_STRIDE + g;
                 to[0] = d[j][0];
@@ -89,9 +81,8 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
             const int index = threadIdx.x + j * blockDim.x;
             if (index >= n * TILE_ROWS) break;
             const float* from = turn + (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
-            const float* scale = turn_scales + index / TILE_ROWS;
             for (int i = 0; i < count; ++i) {
-                slab[j] = __fadd_rn(slab[j], __fmul_rn(from[i * OF_ONE], scale[i * (NT * 8)]));  // exact product
+                slab[j] = __fadd_rn(slab[j], from[i * OF_ONE]);
                 if ((first + i) % SLAB == SLAB - 1) {
                     total[j] = __fadd_rn(total[j], slab[j]);
                     slab[j] = 0.0f;
@@ -105,7 +96,9 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
         if (index >= n * TILE_ROWS) break;
         const int row = index / TILE_ROWS, output = tile * TILE_ROWS + index % TILE_ROWS;
         if (output >= part.n_rows) continue;
-        const float value = __fmul_rn(__fadd_rn(total[j], slab[j]), part.row_scale[output]);
+        // Both factors are powers of two: where the product stays in range, nothing is rounded.
+        const float sum = __fadd_rn(total[j], slab[j]);
+        const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
         float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
         *y = out.add ? __fadd_rn(*y, value) : value;
     }

@@ -20,8 +20,7 @@ struct Parts {
     int n_segments;
 };
 
-// x as prepared by prepare.cu: halves [n_segments][w][room][t] of 16 bytes, step hi = 0 then 1; a power of two for each
-// segment of each row: [n_segments][room].
+// x as prepared by prepare.cu: halves [n_segments][w][room][t] of 16 bytes, step hi = 0 then 1; a power of two for each row.
 struct Rows {
     const uint4* halves;
     const float* scale;

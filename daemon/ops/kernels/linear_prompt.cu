@@ -13,9 +13,8 @@ constexpr int STAGES = 4;
 constexpr int STAGE_STEPS = 2;  // values of w in a stage
 constexpr int STAGE_BYTES = STAGE_STEPS * BLOCK_COLUMNS * 64;
 
-// The ring is filled with x of steps first, first + 1 (counted through all segments); with the first steps of a segment
-// come the powers of two of its rows.
-DEVICE void fill_stage(uint4* stage, float* scales, const Rows& rows, int first, int n_steps, int column) {
+// The ring is filled with x of steps first, first + 1 (counted through all segments).
+DEVICE void fill_stage(uint4* stage, const Rows& rows, int first, int n_steps, int column) {
 #pragma unroll
     for (int i = 0; i < STAGE_BYTES / 16 / 256; ++i) {
         const int at = threadIdx.x + i * 256;  // [step][column][t]
@@ -23,19 +22,14 @@ DEVICE void fill_stage(uint4* stage, float* scales, const Rows& rows, int first,
         if (step < n_steps)
             cp_async16(stage + at, rows.halves + (static_cast<u64>(step) * rows.room + column) * 4 + at % (BLOCK_COLUMNS * 4));
     }
-    if (first % 8 == 0 && first < n_steps && threadIdx.x < BLOCK_COLUMNS / 4)
-        cp_async16(scales + (first / 8 % 2) * BLOCK_COLUMNS + threadIdx.x * 4,
-                   rows.scale + static_cast<u64>(first / 8) * rows.room + column + threadIdx.x * 4);
     cp_async_commit();
 }
 
 template <int FORMAT>
 DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const Rows& rows, const Output& out) {
-    // [STAGES][STAGE_STEPS][BLOCK_COLUMNS][4], the totals [MT * NT * 4][256], the rows' powers of two [2][BLOCK_COLUMNS].
-    extern __shared__ uint4 ring[];
+    extern __shared__ uint4 ring[];  // [STAGES][STAGE_STEPS][BLOCK_COLUMNS][4], then the totals [MT * NT * 4][256]
     using L = Layout<FORMAT>;
     float* totals = reinterpret_cast<float*>(ring + STAGES * STAGE_BYTES / 16) + threadIdx.x;
-    float* row_scales = reinterpret_cast<float*>(ring + STAGES * STAGE_BYTES / 16) + MT * NT * 4 * 256;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const int n_segments = parts.n_segments, n_steps = n_segments * 8;
     const int column = blockIdx.x * BLOCK_COLUMNS;
@@ -52,7 +46,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const
     pdl_launch();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) 
-        fill_stage(ring + i * STAGE_BYTES / 16, row_scales, rows, i * STAGE_STEPS, n_steps, column);
+        fill_stage(ring + i * STAGE_BYTES / 16, rows, i * STAGE_STEPS, n_steps, column);
 
     float d[MT][NT][4], slab[MT][NT][4];
 #pragma unroll
@@ -78,7 +72,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const
                 cp_async_wait<STAGES - 2>();
                 __syncthreads();
                 // The stage read before the barrier is free now.
-                fill_stage(ring + (stage + STAGES - 1) % STAGES * (STAGE_BYTES / 16), row_scales, rows,
+                fill_stage(ring + (stage + STAGES - 1) % STAGES * (STAGE_BYTES / 16), rows,
                            (stage + STAGES - 1) * STAGE_STEPS, n_steps, column);
             }
             const uint4* x = ring + (stage % STAGES) * (STAGE_BYTES / 16) + (w % STAGE_STEPS) * BLOCK_COLUMNS * 4 +
@@ -110,17 +104,12 @@ DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const
             }
         }
         const bool slab_ends = segment % SLAB == SLAB - 1;
-        const float2* scales = reinterpret_cast<const float2*>(row_scales + segment % 2 * BLOCK_COLUMNS) +
-                               (warp % 2) * (BLOCK_COLUMNS / 4) + t;
 #pragma unroll
-        for (int j = 0; j < NT; ++j) {
-            const float2 scale = scales[j * 4];
+        for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int i = 0; i < MT; ++i)
+            for (int j = 0; j < NT; ++j)
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    slab[i][j][e] = __fadd_rn(slab[i][j][e], __fmul_rn(d[i][j][e], e % 2 ? scale.y : scale.x));
-        }
+                for (int e = 0; e < 4; ++e) slab[i][j][e] = __fadd_rn(slab[i][j][e], d[i][j][e]);
         if (slab_ends) {
 #pragma unroll
             for (int i = 0; i < MT; ++i)
@@ -146,7 +135,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const
                 const int row = column + (warp % 2) * (BLOCK_COLUMNS / 2) + 8 * j + 2 * t + e % 2;
                 if (row >= rows.n || output >= part.n_rows) continue;
                 const float sum = __fadd_rn(totals[((i * NT + j) * 4 + e) * 256], slab[i][j][e]);
-                const float value = __fmul_rn(sum, part.row_scale[output]);
+                const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
                 float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
                 *y = out.add ? __fadd_rn(*y, value) : value;
             }
