@@ -77,6 +77,8 @@ def test_three_sequences_at_once(daemon: DaemonProcess) -> None:
 def test_restored_from_a_slot(daemon: DaemonProcess) -> None:
     ids = ",".join(map(str, MEETING["ids"]))
     daemon.generate(MEETING["ids"], 0, "snap=30:4", "take")
+    for number in range(16):  # displace the ended sequence, which holds more than the slot
+        daemon.generate([300 + number, 400], 0, request_id=f"other{number}")
     daemon.send(f"RESTORE 4 - 64 ids={ids} id=back")
     produced: list[int] = []
 

@@ -73,6 +73,8 @@ def test_a_restored_answer_is_the_computed_one(model: Path, kv: str) -> None:
         daemon.wait_done("plain")
         daemon.send(f"- 0 ids={PROMPT} id=fill snap=90:2")
         daemon.wait_done("fill")
+        for number in range(16):  # displace the ended sequences, which hold more than the slot
+            daemon.generate([number, 7], 0, request_id=f"other{number}")
         daemon.send(f"RESTORE 2 - 20 ids={MORE} id=again ignore_eos=1 logprobs=3")
         done = daemon.wait_done("again")
         assert (done.status, done.fields["reused"]) == ("length", 90)

@@ -282,7 +282,7 @@ def test_a_daemon_that_is_never_ready() -> None:
 def test_a_daemon_that_floods_stderr() -> None:
     seen = []
     with spawn("floods_stderr", start_timeout=30, log=seen.append):
-        assert len(seen) > 40_000
+        assert len(seen) >= 40_000
 
 
 def test_a_daemon_that_speaks_version_1_only() -> None:
