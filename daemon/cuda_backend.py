@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,8 +20,12 @@ from slotd.daemon.ops.cuda_attention_shape import AttentionShape
 from slotd.daemon.ops.cuda_graphs import Stream, device_properties
 from slotd.daemon.ops.cuda_ops import CudaOps
 from slotd.daemon.ops.cuda_pages import CudaPages
+from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.weights.architectures import HyperParameters
 from slotd.daemon.weights.reader import ModelFile
+
+#: Seconds after which a thread of Python makes way for another: a busy one beside it must not hold up a step.
+SWITCH_INTERVAL = 1e-4
 
 
 class CudaBackend:
@@ -41,6 +46,7 @@ class CudaBackend:
         self.ops = CudaOps(memory)
         self.stream = Stream()
         self._properties = device_properties()
+        sys.setswitchinterval(SWITCH_INTERVAL)
 
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> CudaPageStore:
         h = hyper
@@ -54,6 +60,7 @@ class CudaBackend:
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> CudaRunner:
         assert isinstance(store, CudaPageStore)
         self.stream.use()
+        load_all()  # what is not compiled yet, side by side: one by one, at first use, takes a minute
         try:
             model = load_model(file, self.ops, max_ctx)
         finally:
