@@ -307,9 +307,8 @@ def _pack_next_tokens(
     _check("positions", context, layout.context)
     entries[n_entries : n_entries + n] = tails
     n_entries += n
-    views["first_part"][n:] = parts
-    views["split_parts"][n:] = 0
-    views["first_single"][n:] = 0
+    for name, filler in (("first_part", parts), ("split_parts", 0), ("first_single", 0)):
+        views[name][n:] = filler
     entries[n_entries:, 0] = INERT
     views["counts"][:] = (n, n_entries, n, parts)
     return Packed(n, n_entries, parts, context)
