@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.page_pieces import PieceReader, PieceWriter
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.save_plan import Image
 from slotd.daemon.kv.slot_files import Identity
@@ -80,7 +81,7 @@ class Rig:
         noise = np.random.default_rng(2).integers(0, 256, self.kv.page_bytes, dtype=np.uint8)
         for number, page in enumerate(self.pages):
             noise[:8] = np.frombuffer(np.int64(number).tobytes(), np.uint8)
-            self.kv.write_page(page, 0, PAGE, memoryview(noise))
+            self.kv.write_page(page, PAGE, memoryview(noise))
         self.identity = Identity("a" * 32, "b" * 32, "f32", "f32", 0, "float32", PAGE, self.kv.page_bytes)
         self.ids = np.arange(n_pages * PAGE, dtype="<i4").tobytes()
         self.store = SlotStore(path, None)
@@ -93,18 +94,18 @@ class Rig:
 
     def save(self) -> None:
         """Store the snapshot."""
-        image = Image(
-            self.identity, self.ids, b"",
-            lambda index, start, n, buffer: self.kv.read_page(self.pages[index], start, n, buffer),
-        )  # fmt: skip
-        self.name = self.store.save(image)
+        reader = PieceReader(
+            self.kv.layout, lambda index, n, buffer: self.kv.read_page(self.pages[index], n, buffer)
+        )
+        self.name = self.store.save(Image(self.identity, self.ids, b"", reader))
 
     def load(self) -> None:
         """Read the snapshot into the pages, checked."""
         self.store.find(self.name, self.identity)
-        self.store.read(
-            self.name, lambda index, start, n, data: self.kv.write_page(self.pages[index], start, n, data)
+        writer = PieceWriter(
+            self.kv.layout, lambda index, n, data: self.kv.write_page(self.pages[index], n, data)
         )
+        self.store.read(self.name, writer)
 
 
 def write_plainly(path: Path, data: bytes, n_bytes: int) -> None:
