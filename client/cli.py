@@ -322,6 +322,13 @@ def fetch() -> None:
     click.echo(fetch_default_model(lambda line: click.echo(line, err=True)))
 
 
+def refuse_nan(_context: click.Context, _option: click.Parameter, value: float) -> float:
+    """click's ranges let NaN pass: it is neither below nor above them."""
+    if value != value:
+        raise click.BadParameter("nan is not in the range")
+    return value
+
+
 @slotd.command(cls=Command)
 @click.argument("pid", type=click.IntRange(1), required=False)
 @click.option("--file", "file", metavar="FILE", help="The state file of the daemon, instead of its PID.")
@@ -336,6 +343,7 @@ def fetch() -> None:
     default=0.5,
     show_default=True,
     metavar="S",
+    callback=refuse_nan,
     help="Seconds between two looks.",
 )
 @click.option("--once", is_flag=True, help="Print what is there now, as text, and end.")

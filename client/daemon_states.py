@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 import warnings
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ STATE_VARIABLE = "SLOTD_STATE_DIR"
 
 #: Shape of the files that is understood.
 FORMAT = 1
+
+#: Longer files are no state files: one takes some kilobytes.
+MOST_BYTES = 16 << 20
 
 
 class NoStateError(SlotdError):
@@ -100,7 +104,7 @@ def read_state(path: Path) -> DaemonState:
         NoStateError: it is not there, or is no state file of this version.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_read_regular(path))
     except FileNotFoundError:
         raise NoStateError(f"{path}: no such file; the daemon has ended, or publishes elsewhere") from None
     except OSError as error:
@@ -117,6 +121,18 @@ def read_state(path: Path) -> DaemonState:
     except (KeyError, TypeError, ValueError) as error:
         raise NoStateError(f"{path} is no state file of a daemon: {error!r}") from None
     return state
+
+
+def _read_regular(path: Path) -> bytes:
+    """A file that can be read without waiting, up to MOST_BYTES; a pipe or a device could go on for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+    return content
 
 
 def running_daemons(folder: Path) -> list[DaemonState]:

@@ -142,7 +142,7 @@ def head_line(props: Mapping[str, Any], status: Mapping[str, Any]) -> str:
         f"K/V {kv.get('k', '?')}/{kv.get('v', '?')}", f"context {_int(props.get('max_ctx')):,}",
         f"{len(running) if isinstance(running, list) else 0} of {_int(props.get('parallel'))} running",
         f"{_int(status.get('queued'))} waiting", f"epoch {_int(status.get('epoch'))}",
-        f"out of memory: {props.get('oom_policy', '?')}",
+        f"policy when out of memory: {props.get('oom_policy', '?')}",
     ]  # fmt: skip
     return ", ".join(clean(part) for part in parts)
 

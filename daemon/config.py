@@ -127,7 +127,7 @@ class Config:
             raise ConfigError(f"--engine-timeout {self.engine_timeout:g} s: must be 0.1 to 86400")
         check_range("--max-line", self.max_line, 64, 1 << 30)
         if self.slot_bytes is not None and self.slot_dir is None:
-            raise ConfigError("--slot-bytes is the size of --slot-dir, which is not given")
+            raise ConfigError("--slot-bytes limits --slot-dir (or --cache-dir), which is not given")
         if not 0 < self.max_stall <= 60:
             raise ConfigError(f"--max-stall {1000 * self.max_stall:g} ms: must be over 0 and at most 60000")
         if not 0 < self.stall_timeout <= 86400:
@@ -195,7 +195,7 @@ def parse_size(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     size = int(float(match[1]) * 1024 ** KIB_POWERS[match[2]]) if match is not None else 0
     if size < 1:
-        raise ConfigError(f"{name} {text[:40]!r}: must be a size of a byte and more: 24GiB, 512M or 1000000")
+        raise ConfigError(f"{name} {text[:40]!r}: must be a size, like 24GiB, 512M or 1000000")
     return size
 
 

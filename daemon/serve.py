@@ -63,11 +63,11 @@ def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
         )
     except OutOfDeviceMemory as error:
         limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "the device's memory"
-        needed = "the weights"
+        needed = "the weights do not fit"
         if backend.name == "numpy":
-            needed = f"the weights need {FLOAT32_BYTES * model.n_parameters} bytes as float32"
+            needed += f", they need {FLOAT32_BYTES * model.n_parameters} bytes as float32"
         raise ConfigError(
-            f"{config.model}: {needed} do not fit; {limit} had {error.free} bytes left"
+            f"{config.model}: {needed}; when the next one had no room, {limit} had {error.free} bytes left"
         ) from error
     log.info("%s loaded in %.1f s", config.model, time.monotonic() - began)
     return engine

@@ -61,7 +61,7 @@ def test_a_piped_chat_goes_on_too(model: Path, tmp_path: Path) -> None:
         ("--host-cache=much", "--host-cache 'much'"),
         ("--prefill-pool-trim-tokens=-1", "--prefill-pool-trim-tokens -1: must be 0 to"),
         ("--slots=65", "--slots 65: must be 1 to 64"),
-        ("--slot-bytes=1GiB", "--slot-bytes is the size of --slot-dir, which is not given"),
+        ("--slot-bytes=1GiB", "--slot-bytes limits --slot-dir (or --cache-dir), which is not given"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_daemon_in_its_words(model: Path, flag: str, words: str) -> None:

@@ -258,7 +258,7 @@ def test_a_limit_that_the_weights_do_not_fit_is_named(tiny_llama: Path) -> None:
     done = run_daemon(str(tiny_llama), "--memory-limit=100K")
     assert done.returncode == 2
     said = done.stderr.decode()
-    assert "the weights need" in said
+    assert "the weights do not fit" in said
     assert "102400" in said
 
 

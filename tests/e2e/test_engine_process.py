@@ -332,7 +332,7 @@ def test_end_of_input_while_a_new_one_starts_loses_nothing_that_waited(tiny_llam
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (["--memory-limit=100K"], 2, "the weights need"),
+        (["--memory-limit=100K"], 2, "the weights do not fit"),
         (["-ctk", "q8_0"], 2, "K type q8_0 needs heads of a multiple of 32 numbers"),
         (["--engine-timeout=0"], 2, "--engine-timeout 0 s: must be 0.1 to 86400"),
         (["--engine=fork"], 2, "--engine 'fork': must be thread or process"),

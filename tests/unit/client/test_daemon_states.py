@@ -65,6 +65,24 @@ def test_what_is_no_state_file_is_named(tmp_path: Path, text: str) -> None:
         read_state(tmp_path / "6.json")
 
 
+def test_a_pipe_or_a_device_is_not_read(tmp_path: Path) -> None:
+    """It could go on for ever; the daemons beside it are still found."""
+    os.mkfifo(tmp_path / "7.json")
+    (tmp_path / "8.json").symlink_to("/dev/zero")
+    for name in ("7.json", "8.json"):
+        with pytest.raises(NoStateError, match="it is no regular file"):
+            read_state(tmp_path / name)
+    publish(tmp_path, os.getpid())
+    assert [state.pid for state in running_daemons(tmp_path)] == [os.getpid()]
+
+
+def test_a_file_that_is_far_too_long_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "9.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(NoStateError, match="longer than"):
+        read_state(tmp_path / "9.json")
+
+
 def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from slotd.daemon.state_file import choose_folder
 
@@ -77,3 +95,14 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLOTD_STATE_DIR")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert state_folder(None) == choose_folder(None)
+
+
+@pytest.mark.parametrize("interval", ["nan", "0", "inf"])
+def test_an_interval_that_is_none_is_refused(interval: str) -> None:
+    from click.testing import CliRunner
+
+    from slotd.client.cli import slotd
+
+    done = CliRunner().invoke(slotd, ["top", "--interval", interval])
+    assert done.exit_code == 2
+    assert "is not in the range" in done.output

@@ -74,7 +74,8 @@ def test_requests_and_head() -> None:
     props = {"model": {"name": "tiny"}, "backend": {"name": "numpy"}, "kv": {"k": "f16", "v": "f32"},
              "max_ctx": 4096, "parallel": 4, "oom_policy": "seed"}  # fmt: skip
     assert head_line(props, STATUS) == (
-        "tiny, on numpy, K/V f16/f32, context 4,096, 1 of 4 running, 1 waiting, epoch 2, out of memory: seed"
+        "tiny, on numpy, K/V f16/f32, context 4,096, 1 of 4 running, 1 waiting, epoch 2, "
+        "policy when out of memory: seed"
     )
 
 
