@@ -59,15 +59,18 @@ class EngineLife:
         self.phase = Phase.ENDING
 
     def died(self, now: float, reason: str, epoch: int) -> bool:
-        """It has died; `epoch` is the last one it knew. Whether it may be replaced."""
+        """It has died; `epoch` is the last one it knew. Whether it may be replaced.
+
+        From here to `opened` no message may be written: one that is taken from the queue for a process that
+        has died is in nobody's hands.
+        """
         self.reason = reason
         if self.phase is Phase.ENDING:
             return False
         self.epoch = max(self.epoch, epoch) + 1
-        if self.may_start(now):
-            return True
-        self.phase = Phase.DOWN
-        return False
+        again = self.may_start(now)
+        self.phase = Phase.STARTING if again else Phase.DOWN
+        return again
 
     def may_start(self, now: float) -> bool:
         """Whether it has been replaced less than MOST_REPLACEMENTS times within WITHIN seconds."""

@@ -31,6 +31,17 @@ def test_each_death_raises_the_epoch_that_the_process_knew() -> None:
     assert life.report() == {"phase": "running", "replacements": 3, "died_of": "at 400"}
 
 
+def test_nothing_is_running_between_a_death_and_the_next_model() -> None:
+    """A message that is written in between, to the process that has died, is lost."""
+    life = running()
+    assert life.died(10.0, "signal SIGKILL", 0)
+    assert life.phase is Phase.STARTING
+    life.started(11.0)
+    assert life.phase is Phase.STARTING
+    life.opened(12.0)
+    assert life.phase is Phase.RUNNING
+
+
 def test_three_replacements_within_a_minute_are_the_most() -> None:
     life = running()
     assert [die(life, now) for now in (10, 20, 30, 69.9)] == [True, True, True, False]
