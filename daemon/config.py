@@ -142,9 +142,7 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
 
 def default_engine(device: str) -> str:
     """What hosts the engine side when nobody says: a process where a GPU computes, which may be lost."""
-    gpu = (
-        device != "cpu" if device != "auto" else Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-    )
+    gpu = any(Path(driver).exists() for driver in GPU_DRIVERS) if device == "auto" else device != "cpu"
     return "process" if gpu else "thread"
 
 

@@ -47,6 +47,7 @@ class CudaBackend:
         self.stream = Stream()
         self._properties = device_properties()
         sys.setswitchinterval(SWITCH_INTERVAL)
+        load_all()  # what is not compiled yet, side by side: one by one, at first use, takes a minute
 
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> CudaPageStore:
         h = hyper
@@ -60,7 +61,6 @@ class CudaBackend:
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> CudaRunner:
         assert isinstance(store, CudaPageStore)
         self.stream.use()
-        load_all()  # what is not compiled yet, side by side: one by one, at first use, takes a minute
         try:
             model = load_model(file, self.ops, max_ctx)
         finally:

@@ -132,12 +132,9 @@ class CudaRunner:
         n, addresses = len(rows), self._steps.addresses(rows)
         layout = BatchLayout.for_prompt(n, sum(table.shape[1] for table in addresses), self._max_ctx)
         buffer = self._memory.empty((layout.nbytes,), np.uint8)
-        if layout.nbytes > len(self._staging.array):
-            self._staging = PinnedBuffer(layout.nbytes)
-        shape = self._attention.shape
-        views = layout.views(self._staging.array)
-        packed = pack_prompt(layout, views, rows, addresses, shape.k_row_bytes, shape.v_row_bytes)
-        self._stream.upload(buffer.data.ptr, self._staging, layout.nbytes)
+        pinned = self._pinned(layout.nbytes)
+        packed = pack_prompt(self._attention.host_batch(layout, pinned.array), rows, addresses)
+        self._stream.upload(buffer.data.ptr, pinned, layout.nbytes)
         batch = DeviceBatch(layout, buffer.data.ptr, n, packed.n_entries)
         call = CudaCall(self._attention, batch, None, held=buffer)
         return _Prompt(self.model.embed(tokens_of(layout, buffer)), call)
@@ -172,22 +169,23 @@ class CudaRunner:
         """Whether nothing can be computed any more."""
         return self._stream.broken()
 
-    def drop_graphs(self) -> None:
-        """Forget all graphs; the next steps capture theirs again."""
-        self._steps.drop_graphs()
-
     @_errors_that_stick
     def fetch(self, logits: Any, n: int) -> Logits:
         """The first n rows in host memory."""
         n_bytes = n * logits.shape[1] * 4
-        if n_bytes > len(self._staging.array):
-            self._staging = PinnedBuffer(n_bytes)
-        self._stream.download(self._staging, logits.data.ptr, n_bytes)
+        pinned = self._pinned(n_bytes)
+        self._stream.download(pinned, logits.data.ptr, n_bytes)
         self._stream.wait()
-        rows: Logits = self._staging.array[:n_bytes].view(np.float32).reshape(n, -1).copy()
+        rows: Logits = pinned.array[:n_bytes].view(np.float32).reshape(n, -1).copy()
         return rows
 
     # ----- both
+
+    def _pinned(self, n_bytes: int) -> PinnedBuffer:
+        """The runner's pinned buffer, made larger when it has to be; its user waits before the next one."""
+        if n_bytes > len(self._staging.array):
+            self._staging = PinnedBuffer(n_bytes)
+        return self._staging
 
     def _begin_call(self) -> None:
         self.calls += 1

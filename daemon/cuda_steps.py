@@ -29,7 +29,7 @@ from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
-from slotd.daemon.ops.cuda_batch import BatchLayout, PageAddresses, Views, pack_ahead, pack_step
+from slotd.daemon.ops.cuda_batch import BatchLayout, HostBatch, PageAddresses, pack_ahead, pack_step
 from slotd.daemon.ops.cuda_graphs import Mark, PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy, take
 from slotd.daemon.ops.cuda_ops import CudaCall
@@ -56,7 +56,7 @@ class CapturedStep:
 
     Attributes:
         layout: of its batch.
-        host, views: the pinned batch, and its arrays.
+        pinned, host: the pinned buffer of its batch, and what fills it.
         buffer: the batch on the device.
         call: the batch as the ops see it.
         best: int32 [rows, 2] on the device: what the step finds best.
@@ -67,8 +67,8 @@ class CapturedStep:
     """
 
     layout: BatchLayout
-    host: PinnedBuffer
-    views: Views
+    pinned: PinnedBuffer
+    host: HostBatch
     buffer: Any
     call: CudaCall
     best: Any
@@ -186,7 +186,7 @@ class CudaSteps:
             return None
         step = pair[1] if before is pair[0] else pair[0]
         self._before_packing(step)
-        pack_ahead(step.layout, step.views, rows, addresses, *self._row_bytes)
+        pack_ahead(step.host, rows, addresses)
         self._enqueue(step, pair)
         return _Asked.of(rows, step, ahead=1)
 
@@ -200,7 +200,7 @@ class CudaSteps:
             pair = self._new_pair(key)
         step = pair[1] if pair[0] is not_this else pair[0]
         self._before_packing(step)
-        pack_step(step.layout, step.views, rows, addresses, *self._row_bytes, self._attention.shape.per_group)
+        pack_step(step.host, rows, addresses)
         self._enqueue(step, pair)
         self._pairs[key] = pair
         self._pairs.move_to_end(key)
@@ -226,7 +226,7 @@ class CudaSteps:
 
     def _work(self, step: CapturedStep, other: CapturedStep) -> None:
         layout = step.layout
-        self._stream.upload(step.buffer.data.ptr, step.host, layout.nbytes)
+        self._stream.upload(step.buffer.data.ptr, step.pinned, layout.nbytes)
         tokens = tokens_of(layout, step.buffer)
         take(tokens, other.best)
         x = self._model.embed(tokens)
@@ -246,14 +246,15 @@ class CudaSteps:
 
     def _new_step(self, layout: BatchLayout, scratch: Any) -> CapturedStep:
         """scratch: of step attention; the two of a pair never run at once."""
-        host = PinnedBuffer(layout.nbytes)
+        pinned = PinnedBuffer(layout.nbytes)
+        host = self._attention.host_batch(layout, pinned.array)
         buffer = self._memory.empty((layout.nbytes,), np.uint8)
         best = self._memory.empty((layout.rows, 2), np.int32)
         space = StepSpace.at(scratch.data.ptr, layout, self._attention.shape)
         batch = DeviceBatch(layout, buffer.data.ptr, layout.rows)
         call = CudaCall(self._attention, batch, space, held=scratch)
         answer = PinnedBuffer(layout.rows * 8)
-        return CapturedStep(layout, host, layout.views(host.array), buffer, call, best, answer)
+        return CapturedStep(layout, pinned, host, buffer, call, best, answer)
 
     # ----- where things lie
 
@@ -274,10 +275,6 @@ class CudaSteps:
         while room < total:
             room *= 4
         return next(b for b in ROW_BUCKETS if b >= n), context, room
-
-    @property
-    def _row_bytes(self) -> tuple[int, int]:
-        return self._attention.shape.k_row_bytes, self._attention.shape.v_row_bytes
 
 
 def tokens_of(layout: BatchLayout, buffer: Any) -> Any:

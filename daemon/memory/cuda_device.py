@@ -7,11 +7,9 @@ before CUDA starts, so that every thread and library of the process means the sa
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slotd.protocol.errors import ConfigError
@@ -31,12 +29,6 @@ class Found:
     """
 
     overhead: int
-
-
-def may_be_there() -> bool:
-    """Whether CuPy and a device seem to be there. Starts nothing, for a process that will not use CUDA."""
-    nodes = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg"))
-    return bool(nodes) and os.environ.get(VISIBLE) != "" and importlib.util.find_spec("cupy") is not None
 
 
 def choose(

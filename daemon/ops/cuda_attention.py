@@ -12,9 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS, AttentionShape
-from slotd.daemon.ops.cuda_batch import NARROW_QUERIES, PROMPT_BLOCK_ROWS, WIDE_QUERIES, BatchLayout, is_wide
+from slotd.daemon.ops.cuda_batch import (
+    NARROW_QUERIES,
+    PROMPT_BLOCK_ROWS,
+    WIDE_QUERIES,
+    BatchLayout,
+    HostBatch,
+    is_wide,
+)
 from slotd.daemon.ops.interface import RopeStyle
 from slotd.daemon.ops.kernels import Kernel, kernel
 from slotd.protocol.errors import ConfigError
@@ -309,6 +319,11 @@ class CudaAttention:
         blocks = self.step_resources(is_wide(rows, self.shape.per_group))[2] * self._limits.multiprocessors
         most_single = SINGLE_ROUNDS * blocks // self.shape.n_head_kv
         return BatchLayout.for_steps(rows, pages, context, self.shape.per_group, most_single)
+
+    def host_batch(self, layout: BatchLayout, buffer: npt.NDArray[np.uint8]) -> HostBatch:
+        """A host buffer to fill with calls of this model; made once for a buffer."""
+        shape = self.shape
+        return HostBatch(layout, layout.views(buffer), shape.k_row_bytes, shape.v_row_bytes, shape.per_group)
 
     def step_resources(self, wide: bool) -> tuple[int, int, int]:
         """Of a step kernel: stages of its pipeline, bytes of dynamic shared memory, blocks an SM."""

@@ -175,108 +175,140 @@ class BatchLayout:
         return views
 
 
-def pack_step(
-    layout: BatchLayout,
-    views: Views,
-    rows: Rows,
-    addresses: SequenceOf[PageAddresses],
-    k_row_bytes: int,
-    v_row_bytes: int,
-    per_group: int,
-) -> Packed:
-    """Fill a buffer of `layout` with a step.
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A buffer on the host, and what has to be known to fill it.
 
-    Args:
-        views: of the host buffer.
-        rows: of the call, at most layout.rows.
-        addresses: page addresses of each sequence, enough for its rows.
+    Attributes:
+        layout: of the buffer.
+        views: its arrays.
         k_row_bytes, v_row_bytes: stored bytes of one head's key and value.
         per_group: query heads of a kv head.
+    """
+
+    layout: BatchLayout
+    views: Views
+    k_row_bytes: int
+    v_row_bytes: int
+    per_group: int
+
+
+class _WorkList:
+    """The entries of a step, and the parts that they leave."""
+
+    def __init__(self, host: HostBatch, rows: Rows, groups: SequenceOf[int]) -> None:
+        """groups: SHARED entries for each tile or split of a sequence, by sequence."""
+        self._views, self._layout = host.views, host.layout
+        tiles = (len(sequence) // TILE * n for sequence, n in zip(rows.sequences, groups, strict=True))
+        self._single = sum(tiles) <= host.layout.most_single  # tiles are entries of their own
+        self._n_entries = self.parts = 0
+        self._tails: list[tuple[int, ...]] = []
+
+    def begin(self, rows: slice, tile: int) -> int:
+        """Rows of a sequence whose tiles 0 .. tile - 1 are shared. Returns the parts that these leave."""
+        n_shared = tile if self._single else -(-tile // SPLIT_TILES)
+        self._views["split_parts"][rows] = 0 if self._single else n_shared
+        self._views["first_single"][rows] = 0 if self._single else tile
+        return n_shared
+
+    def share(self, first_row: int, n_rows: int, first_page: int, tiles: int, committed: int, n: int) -> None:
+        """n SHARED entries of tiles 0 .. tiles - 1, one a tile or split, for some rows of a sequence."""
+        first, self._n_entries = self._n_entries, self._n_entries + n
+        _check("entries of the work list", self._n_entries, self._layout.entries)
+        if not n:
+            return
+        size = 1 if self._single else SPLIT_TILES
+        entries, numbers = self._views["entries"][first : first + n], np.arange(n, dtype=np.int32)
+        entries[:] = (SHARED, first_row, n_rows, first_page, 0, size, committed, 0)
+        entries[:, 4] = numbers * size
+        entries[:, 7] = numbers
+        if tiles % size:
+            entries[-1, 5] = tiles % size
+
+    def tail(self, kind: int, row: int, first_page: int, tile: int, committed: int, part: int) -> None:
+        """An entry of one tile for one row."""
+        self._tails.append((kind, row, 1, first_page, tile, 1, committed, part))
+
+    def finish(self, n: int, n_sequences: int, context: int) -> Packed:
+        """The tails behind the shared entries, padding behind the n rows, counts."""
+        views, first = self._views, self._n_entries
+        n_entries = first + len(self._tails)
+        _check("entries of the work list", n_entries, self._layout.entries)
+        views["entries"][first:n_entries] = self._tails
+        views["entries"][n_entries:, 0] = INERT
+        for name, filler in (("first_part", self.parts), ("split_parts", 0), ("first_single", 0)):
+            views[name][n:] = filler
+        views["counts"][:] = (n_sequences, n_entries, n, self.parts)
+        return Packed(n, n_entries, self.parts, context)
+
+
+def pack_step(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]) -> Packed:
+    """Fill a buffer with a step.
+
+    Args:
+        rows: of the call, at most as many as the layout has.
+        addresses: page addresses of each sequence, enough for its rows.
 
     Raises:
         ValueError: the call is larger than the layout.
     """
     if len(rows) == len(rows.sequences):
-        return _pack_next_tokens(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
-    return _pack_trees(layout, views, rows, addresses, k_row_bytes, v_row_bytes, per_group)
+        return _pack_next_tokens(host, rows, addresses)
+    return _pack_trees(host, rows, addresses)
 
 
-def _pack_trees(
-    layout: BatchLayout,
-    views: Views,
-    rows: Rows,
-    addresses: SequenceOf[PageAddresses],
-    k_row_bytes: int,
-    v_row_bytes: int,
-    per_group: int,
-) -> Packed:
+def pack_ahead(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]) -> Packed:
+    """The step behind a step of plain decoding: its tokens are what the device finds best there (TAKE).
+
+    Args: as pack_step's; addresses cover one token more.
+    """
+    packed = _pack_next_tokens(host, rows, addresses, ahead=1)
+    host.views["tokens"][: len(rows)] = TAKE
+    return packed
+
+
+def _pack_trees(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]) -> Packed:
     """As pack_step, for any rows."""
-    n = len(rows)
-    context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
-    at_once = rows_at_once(layout.rows, per_group)
-    ancestors, first_part = views["ancestors"], views["first_part"]
-    split_parts, first_single, entries = views["split_parts"], views["first_single"], views["entries"]
+    views = host.views
+    context = _pack_rows(host, rows, addresses)
+    at_once = rows_at_once(host.layout.rows, host.per_group)
     counts = row_counts(rows)
-    single = _are_single(layout, rows, [math.ceil(count / at_once) for count in counts])
-    parts = 0
-    tails: list[tuple[int, ...]] = []
-    n_entries = 0
+    work = _WorkList(host, rows, [math.ceil(count / at_once) for count in counts])
     start = 0
     for s, count in enumerate(counts):
         stop = start + count
         committed, first_page = int(views["committed"][s]), int(views["first_page"][s])
         tile = committed // TILE
-        n_shared = tile if single else -(-tile // SPLIT_TILES)
-        split_parts[start:stop] = 0 if single else n_shared
-        first_single[start:stop] = 0 if single else tile
-        straight = _pack_ancestors(rows, start, count, ancestors)
+        n_shared = work.begin(slice(start, stop), tile)
+        straight = _pack_ancestors(rows, start, count, views["ancestors"])
         for first in range(start, stop, at_once):
-            group = min(at_once, stop - first)
-            _check("entries of the work list", n_entries + n_shared, layout.entries)
-            shared = entries[n_entries : n_entries + n_shared]
-            _pack_shared(shared, first, group, first_page, tile, committed, single)
-            n_entries += n_shared
+            work.share(first, min(at_once, stop - first), first_page, tile, committed, n_shared)
         for row in range(start, stop):
-            first_part[row] = parts
+            views["first_part"][row] = work.parts
             last = (committed + int(rows.depths[row])) // TILE
             kind = TAIL if straight[row - start] else GATHERED
             for number in range(tile, last + 1):
-                tails.append((kind, row, 1, first_page, number, 1, committed, n_shared + number - tile))
-            parts += n_shared + last + 1 - tile
+                work.tail(kind, row, first_page, number, committed, n_shared + number - tile)
+            work.parts += n_shared + last + 1 - tile
         start = stop
-    first_part[n:] = parts
-    split_parts[n:] = 0
-    first_single[n:] = 0
-    _check("entries of the work list", n_entries + len(tails), layout.entries)
-    entries[n_entries : n_entries + len(tails)] = tails
-    n_entries += len(tails)
-    entries[n_entries:, 0] = INERT
-    views["counts"][:] = (len(rows.sequences), n_entries, n, parts)
-    return Packed(n, n_entries, parts, context)
+    return work.finish(len(rows), len(rows.sequences), context)
 
 
 def _pack_next_tokens(
-    layout: BatchLayout,
-    views: Views,
-    rows: Rows,
-    addresses: SequenceOf[PageAddresses],
-    k_row_bytes: int,
-    v_row_bytes: int,
-    ahead: int = 0,
+    host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses], ahead: int = 0
 ) -> Packed:
     """As pack_step, for one row of each sequence: plain decoding, where the host has to be quick.
 
     ahead: uncommitted rows of each sequence that count as committed.
     """
-    n, entries = len(rows), views["entries"]
+    layout, views, n = host.layout, host.views, len(rows)
     _check("rows", n, layout.rows)
     for name, filler in (("tokens", 0), ("positions", -1), ("sequence", 0), ("write_k", 0), ("write_v", 0)):
         if n < layout.rows:
             views[name][n:] = filler
     views["tokens"][:n] = rows.tokens
-    single = _are_single(layout, rows, [1] * n)
-    parts = n_entries = first_page = context = 0
-    tails: list[tuple[int, ...]] = []
+    work = _WorkList(host, rows, [1] * n)
+    first_page = context = 0
     for row, (sequence, (k, v)) in enumerate(zip(rows.sequences, addresses, strict=True)):
         committed, n_pages = len(sequence) + ahead, len(k)
         tile, place = divmod(committed, TILE)
@@ -286,48 +318,30 @@ def _pack_next_tokens(
         views["positions"][row] = views["committed"][row] = committed
         views["sequence"][row] = views["first_row"][row] = row
         views["n_rows"][row], views["first_page"][row] = 1, first_page
-        views["write_k"][row] = int(k[tile]) + place * k_row_bytes
-        views["write_v"][row] = int(v[tile]) + place * v_row_bytes
+        views["write_k"][row] = int(k[tile]) + place * host.k_row_bytes
+        views["write_v"][row] = int(v[tile]) + place * host.v_row_bytes
         views["page_k"][first_page : first_page + n_pages] = k
         views["page_v"][first_page : first_page + n_pages] = v
         views["ancestors"][row, 0] = 0
-        n_shared = tile if single else -(-tile // SPLIT_TILES)
-        views["first_part"][row] = parts
-        views["split_parts"][row] = 0 if single else n_shared
-        views["first_single"][row] = 0 if single else tile
-        _check("entries of the work list", n_entries + n_shared + len(tails) + 1, layout.entries)
-        if n_shared:
-            shared = entries[n_entries : n_entries + n_shared]
-            _pack_shared(shared, row, 1, first_page, tile, committed, single)
-        n_entries += n_shared
-        tails.append((TAIL, row, 1, first_page, tile, 1, committed, n_shared))
-        parts += n_shared + 1
+        views["first_part"][row] = work.parts
+        n_shared = work.begin(slice(row, row + 1), tile)
+        work.share(row, 1, first_page, tile, committed, n_shared)
+        work.tail(TAIL, row, first_page, tile, committed, n_shared)
+        work.parts += n_shared + 1
         first_page += n_pages
         context = max(context, committed + 1)
     _check("positions", context, layout.context)
-    entries[n_entries : n_entries + n] = tails
-    n_entries += n
-    for name, filler in (("first_part", parts), ("split_parts", 0), ("first_single", 0)):
-        views[name][n:] = filler
-    entries[n_entries:, 0] = INERT
-    views["counts"][:] = (n, n_entries, n, parts)
-    return Packed(n, n_entries, parts, context)
+    return work.finish(n, n, context)
 
 
-def pack_prompt(
-    layout: BatchLayout,
-    views: Views,
-    rows: Rows,
-    addresses: SequenceOf[PageAddresses],
-    k_row_bytes: int,
-    v_row_bytes: int,
-) -> Packed:
-    """Fill a buffer of `layout` with prompt pieces, a chain of rows for each sequence; as pack_step.
+def pack_prompt(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]) -> Packed:
+    """Fill a buffer with prompt pieces, a chain of rows for each sequence; as pack_step.
 
     Raises:
         ValueError: the call is larger than the layout.
     """
-    context = _pack_rows(layout, views, rows, addresses, k_row_bytes, v_row_bytes)
+    layout, views = host.layout, host.views
+    context = _pack_rows(host, rows, addresses)
     blocks: list[tuple[int, ...]] = []
     start = 0
     for s, count in enumerate(row_counts(rows)):
@@ -349,16 +363,9 @@ def _check(what: str, n: int, most: int) -> None:
         raise ValueError(f"{n} {what}, the buffer holds {most}")
 
 
-def _pack_rows(
-    layout: BatchLayout,
-    views: Views,
-    rows: Rows,
-    addresses: SequenceOf[PageAddresses],
-    k_row_bytes: int,
-    v_row_bytes: int,
-) -> int:
+def _pack_rows(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]) -> int:
     """Tokens, positions, places and page tables. Returns the positions that the longest sequence reaches."""
-    n = len(rows)
+    layout, views, n = host.layout, host.views, len(rows)
     _check("rows", n, layout.rows)
     _check("sequences", len(rows.sequences), MOST_SEQUENCES)
     positions, write_k, write_v = views["positions"], views["write_k"], views["write_v"]
@@ -385,8 +392,8 @@ def _pack_rows(
         context = max(context, int(positions[start:stop].max()) + 1)
         places = np.arange(committed, committed + count)
         pages, offsets = places // TILE, (places % TILE).astype(np.uint64)
-        write_k[start:stop] = k[pages] + offsets * np.uint64(k_row_bytes)
-        write_v[start:stop] = v[pages] + offsets * np.uint64(v_row_bytes)
+        write_k[start:stop] = k[pages] + offsets * np.uint64(host.k_row_bytes)
+        write_v[start:stop] = v[pages] + offsets * np.uint64(host.v_row_bytes)
         start, first_page = stop, first_page + n_pages
     _check("positions", context, layout.context)
     return context
@@ -411,40 +418,3 @@ def _pack_ancestors(
             straight[row] = straight[parent - start] and row == depth
         mine[depth] = row
     return straight
-
-
-def pack_ahead(
-    layout: BatchLayout,
-    views: Views,
-    rows: Rows,
-    addresses: SequenceOf[PageAddresses],
-    k_row_bytes: int,
-    v_row_bytes: int,
-) -> Packed:
-    """The step behind a step of plain decoding: its tokens are what the device finds best there (TAKE).
-
-    Args: as pack_step's; addresses cover one token more.
-    """
-    packed = _pack_next_tokens(layout, views, rows, addresses, k_row_bytes, v_row_bytes, ahead=1)
-    views["tokens"][: len(rows)] = TAKE
-    return packed
-
-
-def _are_single(layout: BatchLayout, rows: Rows, groups: SequenceOf[int]) -> bool:
-    """Whether shared tiles are entries of their own. groups: entries for the rows of each sequence."""
-    tiles = (len(sequence) // TILE * n for sequence, n in zip(rows.sequences, groups, strict=True))
-    return sum(tiles) <= layout.most_single
-
-
-def _pack_shared(
-    entries: npt.NDArray[np.int32], first_row: int, n_rows: int, first_page: int, tiles: int, committed: int,
-    single: bool,
-) -> None:  # fmt: skip
-    """SHARED entries of tiles 0 .. tiles - 1, one for each tile or split, for rows of one sequence."""
-    size = 1 if single else SPLIT_TILES
-    numbers = np.arange(len(entries), dtype=np.int32)
-    entries[:] = (SHARED, first_row, n_rows, first_page, 0, size, committed, 0)
-    entries[:, 4] = numbers * size
-    entries[:, 7] = numbers
-    if tiles % size:
-        entries[-1, 5] = tiles % size

@@ -97,9 +97,8 @@ class Call:
         else:
             layout = BatchLayout.for_prompt(len(rows), n_pages, context)
         buffer = np.zeros(layout.nbytes, np.uint8)
-        args = (layout, layout.views(buffer), rows, [pages.addresses(n_pages)])
-        row_bytes = (shape.k_row_bytes, shape.v_row_bytes)
-        packed = pack_step(*args, *row_bytes, shape.per_group) if step else pack_prompt(*args, *row_bytes)
+        host = self.attention.host_batch(layout, buffer)
+        packed = (pack_step if step else pack_prompt)(host, rows, [pages.addresses(n_pages)])
         self.buffer = cupy.asarray(buffer)
         self.batch = DeviceBatch(layout, self.buffer.data.ptr, len(rows), packed.n_entries)
         rng = np.random.default_rng(1)

@@ -63,14 +63,7 @@ def test_three_sequences_at_once(daemon: DaemonProcess) -> None:
     cases = CASES[:3]
     for number, case in enumerate(cases):
         daemon.send(f"- 64 ids={','.join(map(str, case['ids']))} id=c{number}")
-    produced: dict[str, list[int]] = {f"c{number}": [] for number in range(3)}
-    open_ids = set(produced)
-    while open_ids:
-        event = parse_event(daemon.next_line(120))
-        if isinstance(event, Tokens):
-            produced[str(event.id)].extend(event.ids)
-        elif isinstance(event, Done):
-            open_ids.discard(str(event.id))
+    produced = daemon.answers(["c0", "c1", "c2"])
     assert list(produced.values()) == [case["greedy"] for case in cases]
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,18 @@ class DaemonProcess:
         return produced, done
 
     # ----- its end
+
+    def answers(self, open_ids: Collection[str]) -> dict[str, list[int]]:
+        """The tokens of requests under way, by id, up to the end of the last one."""
+        produced: dict[str, list[int]] = {id: [] for id in open_ids}
+        left = set(open_ids)
+        while left:
+            event = parse_event(self.next_line(120))
+            if isinstance(event, Tokens):
+                produced[str(event.id)].extend(event.ids)
+            elif isinstance(event, Done):
+                left.discard(str(event.id))
+        return produced
 
     def end_input(self) -> None:
         """Close its stdin."""

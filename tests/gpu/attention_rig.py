@@ -246,8 +246,8 @@ class Placed:
         else:
             layout = BatchLayout.for_prompt(len(rows), n_pages, context)
         self.buffer = np.full(layout.nbytes, 0xEE, np.uint8)
-        args = (layout, layout.views(self.buffer), rows, addresses, shape.k_row_bytes, shape.v_row_bytes)
-        packed = pack_step(*args, shape.per_group) if step else pack_prompt(*args)
+        host = self.rig.attention.host_batch(layout, self.buffer)
+        packed = (pack_step if step else pack_prompt)(host, rows, addresses)
         block = self.rig.device.upload(self.buffer)
         n_rows = layout.rows if step else len(rows)
         return layout, DeviceBatch(layout, self.rig.device.address(block), n_rows, packed.n_entries), block

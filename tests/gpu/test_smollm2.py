@@ -16,8 +16,6 @@ from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
 from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
-from slotd.protocol.messages import Done, Tokens
-from slotd.protocol.wire import parse_event
 from tests.fakes.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.model
@@ -83,24 +81,11 @@ def test_golden_answers(daemon: DaemonProcess, case: dict[str, Any]) -> None:
         assert same >= 8
 
 
-def answers(daemon: DaemonProcess, open_ids: set[str]) -> dict[str, list[int]]:
-    """The tokens of requests under way, by id."""
-    produced: dict[str, list[int]] = {id: [] for id in open_ids}
-    open_ids = set(open_ids)
-    while open_ids:
-        event = parse_event(daemon.next_line(120))
-        if isinstance(event, Tokens):
-            produced[str(event.id)].extend(event.ids)
-        elif isinstance(event, Done):
-            open_ids.discard(str(event.id))
-    return produced
-
-
 def test_golden_answers_side_by_side(daemon: DaemonProcess) -> None:
     alone = {f"c{number}": daemon.generate(case["ids"], 64)[0] for number, case in enumerate(CASES[:3])}
     for number, case in enumerate(CASES[:3]):
         daemon.send(f"- 64 ids={','.join(map(str, case['ids']))} id=c{number}")
-    assert answers(daemon, set(alone)) == alone
+    assert daemon.answers(set(alone)) == alone
 
 
 def test_a_restored_slot_goes_on_as_before(daemon: DaemonProcess) -> None:
@@ -108,4 +93,4 @@ def test_a_restored_slot_goes_on_as_before(daemon: DaemonProcess) -> None:
     expected, _ = daemon.generate(ids, 32)
     daemon.generate(ids, 0, "snap=20:4", "take")
     daemon.send(f"RESTORE 4 - 32 ids={','.join(map(str, ids))} id=back")
-    assert answers(daemon, {"back"}) == {"back": expected}
+    assert daemon.answers({"back"}) == {"back": expected}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slotd.daemon.memory import cuda_device
 from slotd.daemon.memory.cuda_device import VISIBLE, choose, describe
 from slotd.protocol.errors import ConfigError
 
@@ -129,14 +128,3 @@ def test_what_props_says() -> None:
         "device": "NVIDIA H200", "compute_capability": "9.0", "driver": "13.0", "runtime": "12.9",
         "cupy": "14.2.0", "memory_free": 3 * GIB, "memory_total": 4 * GIB,
     }  # fmt: skip
-
-
-def test_a_front_asks_without_starting_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_device.importlib.util, "find_spec", lambda name: None)
-    assert not cuda_device.may_be_there()
-    monkeypatch.setattr(cuda_device.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(cuda_device.Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
-    monkeypatch.delenv(VISIBLE, raising=False)
-    assert cuda_device.may_be_there()
-    monkeypatch.setenv(VISIBLE, "")
-    assert not cuda_device.may_be_there()

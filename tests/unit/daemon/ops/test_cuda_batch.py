@@ -15,6 +15,7 @@ from slotd.daemon.ops.cuda_batch import (
     SHARED,
     TAIL,
     BatchLayout,
+    HostBatch,
     PageAddresses,
     is_wide,
     pack_prompt,
@@ -38,6 +39,11 @@ def pages(n: int, seed: int) -> PageAddresses:
     return rng.integers(1, 2**40, (2, n)).astype(np.uint64) * np.uint64(256)
 
 
+def host_batch(layout: BatchLayout, fill: int, per_group: int = 5) -> HostBatch:
+    views = layout.views(np.full(layout.nbytes, fill, np.uint8))
+    return HostBatch(layout, views, K_BYTES, V_BYTES, per_group)
+
+
 def pack(
     parts: list[Rows], bucket: int, per_group: int = 5, most_single: int = 0
 ) -> tuple[BatchLayout, dict, list[PageAddresses]]:
@@ -49,12 +55,11 @@ def pack(
     ]
     n_pages = sum(table.shape[1] for table in addresses)
     layout = BatchLayout.for_steps(bucket, n_pages, 8192, per_group, most_single)
-    buffer = np.full(layout.nbytes, 0xEE, np.uint8)
-    views = layout.views(buffer)
-    packed = pack_step(layout, views, rows, addresses, K_BYTES, V_BYTES, per_group)
+    host = host_batch(layout, 0xEE, per_group)
+    packed = pack_step(host, rows, addresses)
     assert packed.n_rows == len(rows)
     assert packed.n_parts <= layout.most_parts
-    return layout, views, addresses
+    return layout, host.views, addresses
 
 
 def test_arrays_lie_apart_and_aligned() -> None:
@@ -153,10 +158,10 @@ def test_plain_decoding_is_packed_like_any_other_step(
     addresses = [pages(n // TILE + 1, n) for n in lengths]
     layout = BatchLayout.for_steps(bucket, sum(len(k) for k, _ in addresses), 8192, 5, most_single)
     results = []
-    for pack_one in (cuda_batch._pack_next_tokens, lambda *args: cuda_batch._pack_trees(*args, 5)):
-        views = layout.views(np.zeros(layout.nbytes, np.uint8))
-        packed = pack_one(layout, views, rows, addresses, K_BYTES, V_BYTES)
-        results.append((packed, {name: array.tolist() for name, array in views.items()}))
+    for pack_one in (cuda_batch._pack_next_tokens, cuda_batch._pack_trees):
+        host = host_batch(layout, 0)
+        packed = pack_one(host, rows, addresses)
+        results.append((packed, {name: array.tolist() for name, array in host.views.items()}))
     assert results[0] == results[1]
 
 
@@ -173,26 +178,23 @@ def test_prompt_blocks() -> None:
     rows = Rows.join(parts)
     addresses = [pages(16, 0), pages(1, 1)]
     layout = BatchLayout.for_prompt(len(rows), 17, 4096)
-    views = layout.views(np.full(layout.nbytes, 0xEE, np.uint8))
-    packed = pack_prompt(layout, views, rows, addresses, K_BYTES, V_BYTES)
+    host = host_batch(layout, 0xEE)
+    packed = pack_prompt(host, rows, addresses)
     assert packed.context == 1000
-    blocks = views["entries"][: packed.n_entries].tolist()
+    blocks = host.views["entries"][: packed.n_entries].tolist()
     assert blocks == [[300, 5, 16, 0], [0, 128, 0, 700], [128, 128, 0, 828], [256, 44, 0, 956]]
 
 
 def test_what_does_not_fit_is_named() -> None:
     rows = Rows.chain(sequence(100), [1, 2])
     layout = BatchLayout.for_steps(1, 2, 4096, 5)
-    views = layout.views(np.zeros(layout.nbytes, np.uint8))
     with pytest.raises(ValueError, match="2 rows, the buffer holds 1"):
-        pack_step(layout, views, rows, [pages(2, 0)], K_BYTES, V_BYTES, 5)
+        pack_step(host_batch(layout, 0), rows, [pages(2, 0)])
     layout = BatchLayout.for_steps(2, 1, 4096, 5)
-    views = layout.views(np.zeros(layout.nbytes, np.uint8))
     with pytest.raises(ValueError, match="2 pages, the buffer holds 1"):
-        pack_step(layout, views, rows, [pages(2, 0)], K_BYTES, V_BYTES, 5)
+        pack_step(host_batch(layout, 0), rows, [pages(2, 0)])
     with pytest.raises(ValueError, match="65 rows in a step, the limit is 64"):
         BatchLayout.for_steps(65, 1, 4096, 5)
     layout = BatchLayout.for_steps(2, 2, 64, 5)
-    views = layout.views(np.zeros(layout.nbytes, np.uint8))
     with pytest.raises(ValueError, match="102 positions, the buffer holds 64"):
-        pack_step(layout, views, rows, [pages(2, 0)], K_BYTES, V_BYTES, 5)
+        pack_step(host_batch(layout, 0), rows, [pages(2, 0)])
