@@ -43,6 +43,7 @@ MODEL_FLAGS = (
     Flag(("-ctv", "--cache-type-v"), f"Type of cached values: {KV_TYPES}.", metavar="TYPE"),
     Flag(("--parallel",), "Most requests that run at once.", int, "N", positive=True),
     Flag(("--exact",), "The bits of an answer do not depend on what runs beside it. Slower.", switch=True),
+    Flag(("--math",), "How a GPU multiplies weights: exact (the default), q8 or fast.", metavar="MODE"),
     Flag(("--slots",), "Snapshot slots. Default: 8, or --prefix-slots.", int, "N", positive=True),
     Flag(("--device",), "cpu, the number of a CUDA device, or auto.", metavar="DEVICE"),
     Flag(("--memory-limit",), "Most device memory, e.g. 4GiB.", metavar="SIZE"),
@@ -97,6 +98,7 @@ class EngineArgs:
     cache_type_v: str | None = None
     parallel: int | None = None
     exact: bool = False
+    math: str | None = None
     slots: int | None = None
     memory_limit: str | None = None
     oom_policy: str | None = None
@@ -116,6 +118,7 @@ class EngineArgs:
         argv += [] if self.cache_type_k is None else ["-ctk", self.cache_type_k]
         argv += [] if self.cache_type_v is None else ["-ctv", self.cache_type_v]
         argv += [] if self.device is None else [f"--device={self.device}"]
+        argv += [] if self.math is None else [f"--math={self.math}"]
         return argv + (["--exact"] if self.exact else [])
 
     def _sizing(self) -> list[str]:

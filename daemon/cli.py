@@ -186,6 +186,14 @@ def main() -> None:
     help="The bits of a token do not depend on what is computed beside it. Slower.",
 )
 @click.option(
+    "--math",
+    envvar="SLOTD_MATH",
+    metavar="MODE",
+    help="How a GPU multiplies weights: exact (bits as with --exact), q8 (activations as 8-bit numbers: "
+    "faster decoding, less accurate; bits as with --exact) or fast (long prompts with cuBLAS: bits depend on "
+    "the pieces of a prompt) [default: exact].",
+)
+@click.option(
     "--memory-limit", envvar="SLOTD_MEMORY_LIMIT", metavar="SIZE", help="Most device memory, e.g. 4GiB."
 )
 @click.option(
@@ -367,6 +375,7 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
     return Config(
         model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
         slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
+        math=flags["math"],
         device=device, pool=flags["pool"],
         memory_limit=None if limit is None else parse_size("--memory-limit", limit),
         slot_dir=Path(slot_dir) if slot_dir else None,

@@ -29,6 +29,9 @@ ENGINE_HOSTS = ("thread", "process")
 #: What is there when a GPU may be.
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 
+#: How a CUDA device multiplies weights (`--math`).
+MATH = ("exact", "q8", "fast")
+
 OOM_POLICIES = ("ladder", "seed")
 
 #: Largest trim interval, in tokens.
@@ -66,6 +69,7 @@ class Config:
         device: auto (a CUDA device if there is one), cpu, or the number of a CUDA device.
         pool: what keeps freed device memory: legacy or vmm.
         exact: a row's bits do not depend on its neighbours.
+        math: how a CUDA device multiplies weights: exact, q8 or fast; None = exact there.
         memory_limit: bytes of device memory, None = no limit.
         stream_fd: descriptor of the token stream, "-" = lines on stdout, None = none.
         max_line: longest command line, bytes.
@@ -92,6 +96,7 @@ class Config:
     device: str = "auto"
     pool: str = "legacy"
     exact: bool = False
+    math: str | None = None
     memory_limit: int | None = None
     stream_fd: int | str | None = None
     max_line: int = 16 << 20
@@ -116,6 +121,10 @@ class Config:
             raise ConfigError(f"--device {self.device[:40]!r}: must be auto, cpu or the number of a device")
         if self.pool not in POOLS:
             raise ConfigError(f"--pool {self.pool[:40]!r}: must be {' or '.join(POOLS)}")
+        if self.math is not None and self.math not in MATH:
+            raise ConfigError(f"--math {self.math[:40]!r}: must be {', '.join(MATH[:-1])} or {MATH[-1]}")
+        if self.exact and self.math not in (None, "exact"):
+            raise ConfigError(f"--exact and --math {self.math} contradict each other")
         check_range("--parallel", self.parallel, 1, 64)
         check_range("--slots", self.slots, 1, MAX_SLOTS)
         check_range("--prefill-pool-trim-tokens", self.trim_tokens, 0, MAX_TRIM_TOKENS)

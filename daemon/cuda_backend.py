@@ -33,17 +33,18 @@ class CudaBackend:
 
     Args:
         memory: its ledger.
+        math: exact, q8 or fast, see `config.MATH`.
     """
 
     name = "cuda"
-    math = "exact"
     kv_type = "f16"
     chunk = 2048
     logits_on_device = False
 
-    def __init__(self, memory: CudaMemory) -> None:
+    def __init__(self, memory: CudaMemory, math: str = "exact") -> None:
         self.memory = memory
-        self.ops = CudaOps(memory)
+        self.math = math
+        self.ops = CudaOps(memory, math)
         self.stream = Stream()
         self._properties = device_properties()
         sys.setswitchinterval(SWITCH_INTERVAL)

@@ -20,10 +20,15 @@ def open_backend(config: Config, faults: Faults | None) -> Backend:
     if found is None:
         if config.pool != "legacy":
             raise ConfigError(f"--pool {config.pool} is for CUDA devices, and this computes on the CPU")
-        return NumpyBackend(DeviceMemory(config.memory_limit, faults), config.exact)
+        if config.math not in (None, "exact"):
+            raise ConfigError(f"--math {config.math} is for CUDA devices, and this computes on the CPU")
+        exact = config.exact or config.math == "exact"
+        return NumpyBackend(DeviceMemory(config.memory_limit, faults), exact)
+    if config.math == "q8":
+        raise ConfigError("--math q8 is not in this version")
     from slotd.daemon.cuda_backend import CudaBackend
     from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
 
     pool: PoolKind = "vmm" if config.pool == "vmm" else "legacy"
     memory = CudaMemory(CupyDevice(), config.memory_limit, faults, pool_kind=pool, overhead=found.overhead)
-    return CudaBackend(memory)
+    return CudaBackend(memory, config.math or "exact")

@@ -55,12 +55,14 @@ class CudaOps:
 
     Args:
         memory: the ledger of the device.
+        math: how weights are multiplied: exact, q8 or fast.
     """
 
     loaders = 1  # one stream, and the copies fill the bus
 
-    def __init__(self, memory: Ledger) -> None:
+    def __init__(self, memory: Ledger, math: str = "exact") -> None:
         self.memory = memory
+        self.math = math
         self._loader: WeightLoader | None = None
 
     # ----- weights

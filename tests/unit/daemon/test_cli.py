@@ -20,6 +20,7 @@ FLAGS: dict[str, Any] = {
     "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
     "slot_dir": None, "slot_bytes": None,
     "chunk": None, "parallel": 4, "slots": 8, "k_type": None, "v_type": None, "exact": False,
+    "math": None,
     "device": "auto", "pool": "legacy",
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
     "engine": None, "engine_timeout": 60.0,
@@ -73,7 +74,14 @@ def test_flags_become_a_configuration_in_its_units() -> None:
         "target.gguf",
         None,
         FLAGS
-        | {"max_stall": 30.0, "memory_limit": "2GiB", "max_line": "1k", "stream_fd": "7", "exact": True},
+        | {
+            "max_stall": 30.0,
+            "memory_limit": "2GiB",
+            "max_line": "1k",
+            "stream_fd": "7",
+            "exact": True,
+            "math": "exact",
+        },
     )
     assert config == Config(
         model=Path("target.gguf"),
@@ -82,6 +90,7 @@ def test_flags_become_a_configuration_in_its_units() -> None:
         max_line=1024,
         stream_fd=7,
         exact=True,
+        math="exact",
     )
 
 
@@ -107,6 +116,8 @@ def test_the_word_beats_the_flag_for_the_model() -> None:
         ({"oom_policy": "once"}, "--oom-policy 'once'"),
         ({"engine": "fork"}, "--engine 'fork': must be thread or process"),
         ({"engine_timeout": 0.0}, "--engine-timeout 0 s: must be 0.1 to 86400"),
+        ({"math": "f8"}, "--math 'f8': must be exact, q8 or fast"),
+        ({"math": "q8", "exact": True}, "--exact and --math q8 contradict each other"),
         ({"host_cache": "-1"}, "--host-cache '-1'"),
         ({"trim_tokens": -1}, "--prefill-pool-trim-tokens -1"),
     ],

@@ -28,6 +28,13 @@ def test_the_cpu(exact: bool, math: str) -> None:
     assert (backend.memory.limit, backend.memory._faults) == (1 << 20, faults)
 
 
+def test_the_cpu_computes_exactly_or_as_fast_as_it_can() -> None:
+    assert open_backend(config(device="cpu", math="exact"), None).math == "exact"
+    for math in ("q8", "fast"):
+        with pytest.raises(ConfigError, match=f"--math {math} is for CUDA devices"):
+            open_backend(config(device="cpu", math=math), None)
+
+
 def test_the_cpu_has_no_driver_pool() -> None:
     with pytest.raises(ConfigError, match="--pool vmm is for CUDA devices"):
         open_backend(config(device="cpu", pool="vmm"), None)
