@@ -8,11 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from slotd.daemon.cli_errors import Command, Group, naming_variable
 from slotd.daemon.config import (
     Config,
     Inactive,
@@ -48,76 +48,12 @@ INACTIVE_FLAGS = {
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class _UsageError(click.UsageError):
-    """A wrong command line: usage, then ``slotd: ...`` in one line, as every fault of the daemon ends.
-
-    When it was a variable and no flag that is wrong, the line names that, and the usage is no help.
-    """
-
-    def __init__(self, error: click.UsageError) -> None:
-        message = error.format_message()
-        self._variable = False
-        if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option) and error.ctx:
-            self._variable = _is_from_variable(error.ctx, error.param)
-            if self._variable:
-                message = _wrong_variable(error, error.param)
-        super().__init__(message, error.ctx)
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        if self.ctx is not None and not self._variable:
-            click.echo(self.ctx.get_usage(), file, err=True)
-            click.echo(f"Try '{self.ctx.command_path} -h' for help.\n", file, err=True)
-        click.echo(f"slotd: {self.message}", file, err=True)
-
-
-def _is_from_variable(ctx: click.Context, option: click.Option) -> bool:
-    return ctx.get_parameter_source(option.name or "") is ParameterSource.ENVIRONMENT
-
-
-def _wrong_variable(error: click.BadParameter, option: click.Option) -> str:
-    value = os.environ.get(str(option.envvar), "")
-    wanted = {"integer": "a whole number", "float": "a number"}.get(option.type.name)
-    return f"{option.envvar} {value!r}: must be {wanted}" if wanted else f"{option.envvar}: {error.message}"
-
-
-def _naming_variable(error: ConfigError) -> ConfigError:
-    """The error of a flag, with the variable in front when that was where the flag's value came from."""
-    ctx = click.get_current_context()
-    for option in ctx.command.params:
-        if isinstance(option, click.Option) and _is_from_variable(ctx, option):
-            starts = [f"{spelling} " for spelling in option.opts]
-            if str(error).startswith((*starts, repr(ctx.params[option.name or ""]))):
-                return ConfigError(f"{option.envvar}: {error}")
-    return error
-
-
-class _Command(click.Command):
-    """A command whose usage errors end in one line of ours."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except click.UsageError as error:
-            raise _UsageError(error) from error
-
-
-class _Group(click.Group):
-    """The group under the name that its commands are called by, whatever this process was started as."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        return super().make_context("slotd", args, parent, **extra)
-
-
-@click.group(cls=_Group, context_settings=CONTEXT)
+@click.group(cls=Group, context_settings=CONTEXT)
 def main() -> None:
     """The slotd engine process. `slotd daemon` and `slotd inspect` end up here."""
 
 
-@main.command(cls=_Command, context_settings=CONTEXT)
+@main.command(cls=Command, context_settings=CONTEXT)
 @click.argument("arguments", nargs=-1, metavar="[TARGET [DRAFT [PROMPT.bin N OUT.bin]]]")
 @click.option(
     "-m", "--model", "model", envvar="SLOTD_MODEL", metavar="FILE", help="Target GGUF, instead of TARGET."
@@ -324,7 +260,7 @@ def _daemon(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
     try:
         return _serve(arguments, flags)
     except ConfigError as error:
-        raise _naming_variable(error) from error
+        raise naming_variable(error) from error
 
 
 def _serve(arguments: tuple[str, ...], flags: dict[str, Any]) -> int:
@@ -403,7 +339,7 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
     return tuple(found)
 
 
-@main.command(cls=_Command, context_settings=CONTEXT)
+@main.command(cls=Command, context_settings=CONTEXT)
 @click.argument("file", type=click.Path())
 @click.option(
     "-c", "--ctx", "--max-ctx", "ctx", type=int,

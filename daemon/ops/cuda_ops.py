@@ -15,8 +15,9 @@ import numpy as np
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops import cuda_prepare
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
-from slotd.daemon.ops.cuda_linear import multiply
+from slotd.daemon.ops.cuda_linear import Prepared, multiply
 from slotd.daemon.ops.cuda_prepare import Picked
+from slotd.daemon.ops.cuda_unpack import LEAST_ROWS, Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
 from slotd.daemon.ops.interface import Heads, RopeStyle
 from slotd.daemon.weights.reader import ModelFile
@@ -56,6 +57,9 @@ class CudaOps:
     Args:
         memory: the ledger of the device.
         math: how weights are multiplied: exact, q8 or fast.
+
+    Raises:
+        ConfigError: fast, and there is no cuBLAS.
     """
 
     loaders = 1  # one stream, and the copies fill the bus
@@ -63,6 +67,7 @@ class CudaOps:
     def __init__(self, memory: Ledger, math: str = "exact") -> None:
         self.memory = memory
         self.math = math
+        self._cublas = Cublas(memory) if math == "fast" else None
         self._loader: WeightLoader | None = None
 
     # ----- weights
@@ -103,14 +108,20 @@ class CudaOps:
     def norm_linear(self, x: Any, norm: Any, eps: float, weight: Matrix) -> Any:
         prepared = cuda_prepare.norm(self.memory, x, norm, eps)
         y = self.memory.empty((prepared.n, weight.n_out))
-        multiply(prepared, weight, y, add=False)
+        self._multiply(prepared, weight, y, add=False)
         return y
 
     def add_linear(self, x: Any, y: Any, weight: Matrix) -> None:
-        multiply(cuda_prepare.prepare(self.memory, y), weight, x, add=True)
+        self._multiply(cuda_prepare.prepare(self.memory, y), weight, x, add=True)
 
     def add_swiglu_linear(self, x: Any, gate_up: Any, weight: Matrix) -> None:
-        multiply(cuda_prepare.swiglu(self.memory, gate_up), weight, x, add=True)
+        self._multiply(cuda_prepare.swiglu(self.memory, gate_up), weight, x, add=True)
+
+    def _multiply(self, x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
+        if self._cublas is not None and x.n >= LEAST_ROWS:
+            self._cublas.multiply(x, weight, y, add=add)
+        else:
+            multiply(x, weight, y, add=add)
 
     def rope_store(
         self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall

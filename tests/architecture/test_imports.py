@@ -24,7 +24,7 @@ INPUT_AND_OUTPUT = frozenset(
 
 #: Library -> modules and folders that may import it; * stands for any letters.
 CONFINED = {
-    "click": ("slotd.client.cli", "slotd.daemon.cli"),
+    "click": ("slotd.client.cli", "slotd.daemon.cli", "slotd.daemon.cli_errors"),
     "rich": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
     "prompt_toolkit": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
     "cupy": ("slotd.daemon.ops.cuda_*", "slotd.daemon.ops.kernels", "slotd.daemon.memory"),
@@ -34,7 +34,7 @@ CONFINED = {
 #: The daemon from top to bottom. A unit is a module or folder directly under daemon/; it may import its own
 #: layer and lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "cli"),
+    ("__main__", "cli", "cli_errors"),
     ("child",),
     ("serve", "serve_process"),
     ("assembly", "process_host"),

@@ -25,9 +25,10 @@ SHAPES = {
 }
 
 
-def cuda_engine(path: Path, kv: str, max_ctx: int = 8192) -> Engine:
+def cuda_engine(path: Path, kv: str, max_ctx: int = 8192, math: str = "exact") -> Engine:
+    backend = CudaBackend(CudaMemory(CupyDevice()), math)
     with open_model(path) as file:
-        return Engine(file, CudaBackend(CudaMemory(CupyDevice())), k_type=kv, v_type=kv, max_ctx=max_ctx)
+        return Engine(file, backend, k_type=kv, v_type=kv, max_ctx=max_ctx)
 
 
 @pytest.fixture(scope="module", params=sorted(SHAPES))
@@ -104,6 +105,17 @@ def test_logits_are_those_of_numpy(even_model: Path, kv: str) -> None:
     ids_, finite = step.greedy()
     assert finite.all()
     assert ids_[0] == step.logits[0].argmax()
+
+
+def test_fast_prompts_are_near_the_exact_ones(even_model: Path) -> None:
+    tokens = ids(600)
+    found = []
+    for math in ("exact", "fast"):
+        engine = cuda_engine(even_model, "f16", 1024, math)
+        rows = Rows.chain(engine.open(), tokens, logits="all")
+        found.append(engine.forward(rows, Kind.PROMPT).logits)
+    error = np.abs(found[1] - found[0]).max() / found[0].std()
+    assert 0 < error < 0.1, error  # 0: the library was not used
 
 
 def test_a_row_of_a_chain_is_its_path_alone(engine: Engine) -> None:
