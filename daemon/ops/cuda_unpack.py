@@ -43,7 +43,7 @@ class Cublas:
         except ImportError as error:
             raise ConfigError(f"--math fast needs cuBLAS, and CuPy does not find it: {error}") from None
         self._memory = memory
-        self._handle = cupy.cuda.device.get_cublas_handle()
+        self._handle = self._library.create()  # one of our own: CuPy's expects factors in host memory
         self._library.setPointerMode(self._handle, self._library.CUBLAS_POINTER_MODE_DEVICE)
         self._betas = memory.empty((2,), np.float32, tag="weights")
         self._betas.set(np.array([0, 1], np.float32))
