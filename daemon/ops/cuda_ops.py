@@ -17,7 +17,7 @@ from slotd.daemon.ops import cuda_prepare
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
 from slotd.daemon.ops.cuda_linear import Prepared, multiply
 from slotd.daemon.ops.cuda_prepare import Picked
-from slotd.daemon.ops.cuda_unpack import LEAST_ROWS, Cublas
+from slotd.daemon.ops.cuda_unpack import Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
 from slotd.daemon.ops.interface import Heads, RopeStyle
 from slotd.daemon.weights.reader import ModelFile
@@ -118,7 +118,7 @@ class CudaOps:
         self._multiply(cuda_prepare.swiglu(self.memory, gate_up), weight, x, add=True)
 
     def _multiply(self, x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
-        if self._cublas is not None and x.n >= LEAST_ROWS:
+        if self._cublas is not None and self._cublas.suits(x, weight):
             self._cublas.multiply(x, weight, y, add=add)
         else:
             multiply(x, weight, y, add=add)

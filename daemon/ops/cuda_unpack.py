@@ -19,6 +19,10 @@ from slotd.protocol.errors import ConfigError
 #: Fewer rows take less time by the exact kernels: unpacking costs as much as some hundred rows.
 LEAST_ROWS = 256
 
+#: A smaller matrix takes the host longer to launch than the device to multiply: SmolLM2's, all of them, were
+#: three times slower here than by the exact kernels.
+LEAST_WEIGHTS = 1 << 23
+
 #: Unpacked weights at a time: they stay in the cache of the device between the two kernels.
 SLICE_BYTES = 32 << 20
 
@@ -47,6 +51,10 @@ class Cublas:
         self._library.setPointerMode(self._handle, self._library.CUBLAS_POINTER_MODE_DEVICE)
         self._betas = memory.empty((2,), np.float32, tag="weights")
         self._betas.set(np.array([0, 1], np.float32))
+
+    def suits(self, x: Prepared, weight: Matrix) -> bool:
+        """Whether this product is expected to be faster here than by the exact kernels."""
+        return x.n >= LEAST_ROWS and weight.n_out * weight.n_in >= LEAST_WEIGHTS
 
     def multiply(self, x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
         """y = x weight^T, or y += it. y: float32 [x.n, weight.n_out], rows contiguous."""
