@@ -57,6 +57,10 @@ MODEL_FLAGS = (
         "In a long prompt, release cached memory blocks every N tokens; 0 is never. Each trim waits for the "
         "device and costs time: below some thousand tokens too much.", int, "N",
     ),
+    Flag(
+        ("--idle-unload",), "Unload the weights after so many seconds without a request; the next one waits "
+        "until they are loaded again. Default: never.", float, "S",
+    ),
 )  # fmt: skip
 
 #: For commands that keep prefixes of prompts; see `cli`.
@@ -107,6 +111,7 @@ class EngineArgs:
     slot_dir: str | None = None
     slot_bytes: str | None = None
     device: str | None = None
+    idle_unload: float | None = None
 
     def argv(self) -> list[str]:
         """Arguments for ``slotd daemon``."""
@@ -124,7 +129,7 @@ class EngineArgs:
     def _sizing(self) -> list[str]:
         names = (
             *("chunk", "parallel", "slots", "memory_limit", "oom_policy", "host_cache"),
-            *("prefill_pool_trim_tokens", "slot_dir", "slot_bytes"),
+            *("prefill_pool_trim_tokens", "slot_dir", "slot_bytes", "idle_unload"),
         )
         given = {name: getattr(self, name) for name in names}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]

@@ -14,6 +14,7 @@ from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, pages_for
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import Extent
+from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import RetainedSequences
 from slotd.daemon.sequence import Sequence
@@ -44,13 +45,17 @@ class Admission:
         engine: owns slots and pages.
         retained: ended sequences that may share a prefix.
         recovery: gives things up when the pages do not fit.
+        parking: brings the weights back.
         chunk: longest prefill piece, tokens.
     """
 
-    def __init__(self, engine: Engine, retained: RetainedSequences, recovery: Recovery, chunk: int) -> None:
+    def __init__(
+        self, engine: Engine, retained: RetainedSequences, recovery: Recovery, parking: Parking, chunk: int
+    ) -> None:
         self._engine = engine
         self._retained = retained
         self._recovery = recovery
+        self._parking = parking
         self._chunk = chunk
 
     def sequence_for(self, job: Job, extent: Extent) -> tuple[Sequence, Logits | None]:
@@ -61,11 +66,12 @@ class Admission:
         Raises:
             RequestError: target_parked, empty_slot, prefix_shorter, prefix_mismatch; oom when it would not
                 fit with the memory all to itself (nothing was given up for it then).
-            OutOfDeviceMemory: it does not fit now.
+            ModelError: the weights, which had gone by themselves, cannot be loaded again.
+            OutOfDeviceMemory: it does not fit now, or the weights do not.
             SlotOnDisk: it starts from a slot that is not in memory.
         """
-        if self._engine.parked:
-            raise RequestError("target_parked")
+        slots = self._engine.slots
+        self._parking.need(job.account, [slots[number] for number in _slots_of(job) if number in slots])
         self._check_size(job)
         sequence, logits = self._known_prefix(job, extent)
         try:
@@ -90,8 +96,7 @@ class Admission:
             number = job.restore_slot
             return self._restored(job, [number], lambda: prefix_in(slots, number, "thick", job.ids), extent)
         if isinstance(command, RestoreChain):
-            numbers = [number for number in (command.thick, *command.thins) if number >= 0]
-            return self._restored(job, numbers, lambda: chain(slots, command, job.ids), extent)
+            return self._restored(job, _slots_of(job), lambda: chain(slots, command, job.ids), extent)
         match = self._retained.best_match(job.ids)
         if match is None:
             return self._engine.open(), None
@@ -137,6 +142,13 @@ class Admission:
 
     def _try(self, job: Job, work: Callable[[], T], extent: Extent) -> T:
         return self._recovery.attempt(work, job.account, job.pinned, extent=extent)
+
+
+def _slots_of(job: Job) -> list[int]:
+    """The slots that the prompt starts from."""
+    if isinstance(job.command, RestoreChain):
+        return [number for number in (job.command.thick, *job.command.thins) if number >= 0]
+    return [] if job.restore_slot is None else [job.restore_slot]
 
 
 def _needed(job: Job) -> int:

@@ -82,13 +82,9 @@ def main() -> None:
     help="Most requests that run at once.",
 )
 @click.option(
-    "--slots",
-    type=int,
-    default=8,
-    show_default=True,
-    envvar="SLOTD_SLOTS",
+    "--slots", type=int, default=8, show_default=True, envvar="SLOTD_SLOTS",
     help="Snapshot slots, at most 64.",
-)
+)  # fmt: skip
 @click.option(
     "--slot-dir",
     envvar="SLOTD_SLOT_DIR",
@@ -175,6 +171,14 @@ def main() -> None:
     "while it loads.",
 )
 @click.option(
+    "--idle-unload",
+    type=float,
+    envvar="SLOTD_IDLE_UNLOAD",
+    metavar="S",
+    help="Unload the weights when nothing has run or waited for so long, in seconds; slots stay, and the "
+    "next request that needs the weights has them loaded again [default: never].",
+)
+@click.option(
     "--device",
     default="auto",
     show_default=True,
@@ -201,13 +205,9 @@ def main() -> None:
     "--stream-fd", metavar="FD", help="Inherited descriptor for token ids, or - for [tok] lines on stdout."
 )
 @click.option(
-    "--max-line",
-    default="16MiB",
-    show_default=True,
-    envvar="SLOTD_MAX_LINE",
-    metavar="SIZE",
+    "--max-line", default="16MiB", show_default=True, envvar="SLOTD_MAX_LINE", metavar="SIZE",
     help="Longest command line.",
-)
+)  # fmt: skip
 @click.option(
     "--max-stall",
     type=float,
@@ -321,7 +321,8 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         stall_timeout=flags["stall_timeout"], oom_policy=flags["oom_policy"],
         host_cache=parse_host_cache(flags["host_cache"]), trim_tokens=trim_tokens,
         state_dir=flags["state_dir"], engine=flags["engine"] or default_engine(device),
-        engine_timeout=flags["engine_timeout"], inactive=collect_inactive(draft, flags),
+        engine_timeout=flags["engine_timeout"], idle_unload=flags["idle_unload"],
+        inactive=collect_inactive(draft, flags),
     )  # fmt: skip
 
 
@@ -346,21 +347,13 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
     help="Context length for the memory figures [default: the model's].",
 )  # fmt: skip
 @click.option(
-    "-ctk",
-    "--cache-type-k",
-    "k_type",
-    default="f32",
-    show_default=True,
+    "-ctk", "--cache-type-k", "k_type", default="f32", show_default=True,
     help=f"Type of cached keys: {KV_TYPES}.",
-)
+)  # fmt: skip
 @click.option(
-    "-ctv",
-    "--cache-type-v",
-    "v_type",
-    default="f32",
-    show_default=True,
+    "-ctv", "--cache-type-v", "v_type", default="f32", show_default=True,
     help=f"Type of cached values: {KV_TYPES}.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> None:
     """Print what a GGUF file is, what it needs, and whether slotd can run it (exit code 3 when not)."""

@@ -40,6 +40,9 @@ MAX_TRIM_TOKENS = 1 << 30
 #: Names of the source for the trim interval, the one that wins last. A wrong value there switches it off.
 TRIM_VARIABLES = ("DFLASH_PREFILL_POOL_TRIM_TOKENS", "LUCE_PREFILL_POOL_TRIM_TOKENS")
 
+#: Longest time of `--idle-unload`, in seconds: a week.
+MAX_IDLE = 604_800
+
 KIB_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -83,6 +86,7 @@ class Config:
         state_dir: folder of the state file as it was given, see `state_file.choose_folder`.
         engine: what hosts the engine side: thread or process.
         engine_timeout: seconds without a sign of life after which an engine process is replaced.
+        idle_unload: seconds without use after which the weights are unloaded; None = never.
         inactive: what was asked for and is not there.
     """
 
@@ -110,6 +114,7 @@ class Config:
     state_dir: str | None = None
     engine: str = "thread"
     engine_timeout: float = 60.0
+    idle_unload: float | None = None
     inactive: tuple[Inactive, ...] = ()
 
     def __post_init__(self) -> None:
@@ -134,6 +139,8 @@ class Config:
             raise ConfigError(f"--engine {self.engine!r}: must be {' or '.join(ENGINE_HOSTS)}")
         if not 0.1 <= self.engine_timeout <= 86400:
             raise ConfigError(f"--engine-timeout {self.engine_timeout:g} s: must be 0.1 to 86400")
+        if self.idle_unload is not None and not 0 < self.idle_unload <= MAX_IDLE:
+            raise ConfigError(f"--idle-unload {self.idle_unload:g} s: must be over 0 and at most {MAX_IDLE}")
         check_range("--max-line", self.max_line, 64, 1 << 30)
         if self.slot_bytes is not None and self.slot_dir is None:
             raise ConfigError("--slot-bytes limits --slot-dir (or --cache-dir), which is not given")

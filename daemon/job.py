@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.account import Account
+from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Submit
 from slotd.daemon.memory.trim_interval import TrimInterval
@@ -86,6 +87,20 @@ class Job:
     def prefilled(self) -> int:
         """Prompt tokens that are in the cache."""
         return 0 if self.sequence is None else min(len(self.sequence), len(self.ids))
+
+    def piece_end(self, size: int, whole_pages: bool) -> int:
+        """Where the next piece stops: at the snapshot, the prompt's end, or a page edge within the limit.
+
+        size: most tokens of it; whole_pages: it ends at a page edge, and is one page at least.
+        """
+        start = self.prefilled
+        end = start + max(size, 1)
+        if whole_pages:
+            end = max(end // PAGE, start // PAGE + 1) * PAGE
+        end = min(end, len(self.ids))
+        if not self.snap_done and self.command.snap is not None and start < self.command.snap.at < end:
+            end = self.command.snap.at
+        return end
 
     @property
     def banned(self) -> frozenset[int]:

@@ -19,6 +19,7 @@ from slotd.daemon.arena_directory import intact_slots
 from slotd.daemon.config import Config
 from slotd.daemon.engine_life import EngineLife, Phase
 from slotd.daemon.engine_process import KILL_PATIENCE, EngineProcess, SharedMemory
+from slotd.daemon.idle_unload import Target
 from slotd.daemon.in_flight import InFlight
 from slotd.daemon.link import (
     Emit,
@@ -39,7 +40,7 @@ from slotd.daemon.link_wire import Frames, decode_to_front, encode_to_engine
 from slotd.daemon.shared_state import MAX_REQUESTS, SharedState
 from slotd.daemon.slots_seen import SlotsSeen
 from slotd.protocol.errors import ConfigError, ModelError, RequestError, SlotdError
-from slotd.protocol.messages import AllCleared, Unpark
+from slotd.protocol.messages import AllCleared
 
 log = logging.getLogger(__name__)
 
@@ -218,11 +219,21 @@ class ProcessHost:
     def _silence(self) -> float | None:
         now, last_sign = self._clock(), self._shared.last_sign()
         with self._changed:
-            loading = any(isinstance(submit.command, Unpark) for submit in self._in_flight.started())
             if self._life.wants_ping(now, last_sign):
                 self._queue.append(Ping())
                 self._changed.notify_all()
-            return self._life.overdue(now, last_sign, loading)
+            silent = self._life.overdue(now, last_sign)
+        if silent is None or not self._is_loading():
+            return silent
+        with self._changed:
+            return self._life.overdue(now, last_sign, loading=True)
+
+    def _is_loading(self) -> bool:
+        """Whether the process has said that it loads weights."""
+        state = self._shared.read()
+        return state is not None and state.at is not None and (
+            state.at >= self._state_from and state.data.get("target") == Target.LOADING.value
+        )  # fmt: skip
 
     def _take(self, message: ToFront) -> None:
         match message:

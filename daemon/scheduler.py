@@ -31,6 +31,7 @@ from slotd.daemon.memory import OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.models.model import Interrupted
 from slotd.daemon.next_token import next_token
+from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
@@ -38,14 +39,7 @@ from slotd.daemon.slot_chains import chain_restored
 from slotd.daemon.slot_commands import SlotCommands, describe
 from slotd.daemon.totals import Totals
 from slotd.protocol.errors import Value
-from slotd.protocol.messages import (
-    Park,
-    Prompt,
-    RestoreChain,
-    Restored,
-    SnapInlineFailed,
-    Unpark,
-)
+from slotd.protocol.messages import Park, Prompt, RestoreChain, Restored, SnapInlineFailed, Unpark
 
 #: State is published at least this often while anything runs, in seconds.
 STATE_INTERVAL = 0.1
@@ -75,13 +69,14 @@ class Scheduler:
         policy: what running out of memory may cost.
         trim_tokens: give cached blocks of the pool back each time a prompt has computed so many tokens;
             0 = never.
+        idle_unload: seconds without use after which the weights are unloaded; None = never.
     """
 
     def __init__(
         self, engine: Engine, deliver: Callable[[ToFront], None], *, chunk: int, parallel: int,
         max_stall: float, eos_ids: frozenset[int], policy: Policy = Policy.LADDER, trim_tokens: int = 0,
         slot_store: SlotStore | None = None, clock: Callable[[], float] = time.monotonic, epoch: int = 0,
-        flush: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None, idle_unload: float | None = None,
     ) -> None:  # fmt: skip
         assert parallel <= MAX_STEP_ROWS
         self._engine = engine
@@ -98,8 +93,9 @@ class Scheduler:
         self._exclusive: deque[Submit] = deque()  # park and unpark wait until nothing runs
         self._retained = RetainedSequences(max(4, parallel), engine.close)
         self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(True), policy, epoch)
-        self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, clock)
-        self._admission = Admission(engine, self._retained, self._recovery, chunk)
+        self._parking = Parking(engine, self._recovery, clock, idle_unload)
+        self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, self._parking, clock)
+        self._admission = Admission(engine, self._retained, self._recovery, self._parking, chunk)
         self._slot_hash = SlotHash(engine.identity, engine.k_type, engine.v_type)
         self._trim_tokens = trim_tokens
         self._full = False  # the first in the queue waits for memory, until something ends
@@ -124,7 +120,7 @@ class Scheduler:
         while not self._stopping:
             if not self.turn():
                 self._publish(force=True)
-                self._arrived.wait(PAUSED_WAIT if self._running else None)
+                self._arrived.wait(self.rest())
         for job in [*self._running, *self._waiting]:
             self._finish(job, "cancelled")
         for submit in self._exclusive:
@@ -147,7 +143,15 @@ class Scheduler:
         filled = self._prefill_piece(beside_decode=stepped)
         self._flush()
         self._publish()
+        if took or stepped or filled:
+            self._parking.used()
         return took or stepped or filled
+
+    def rest(self) -> float | None:
+        """Behind a turn with nothing to do: how long to wait for a message, in seconds; None: for ever."""
+        if self._running:
+            return PAUSED_WAIT
+        return None if self._waiting or self._exclusive else self._parking.rest()
 
     def _call_soon(self, call: Callable[[], None]) -> None:
         """Have the scheduler's thread call a function; from any thread."""
@@ -293,17 +297,10 @@ class Scheduler:
         return outputs
 
     def _piece_end(self, job: Job, beside_decode: bool) -> int:
-        """Where the next piece stops: at the snapshot, the prompt's end, or a page edge within the limit."""
-        start, size = job.prefilled, self._chunk
+        size = self._chunk
         if beside_decode:
             size = min(size, int(self._rows_per_second * self._max_stall))
-        end = start + max(size, 1)
-        if size >= PAGE or (beside_decode and self._chunk >= PAGE):
-            end = max(end // PAGE, start // PAGE + 1) * PAGE
-        end = min(end, len(job.ids))
-        if not job.snap_done and job.command.snap is not None and start < job.command.snap.at < end:
-            end = job.command.snap.at
-        return end
+        return job.piece_end(size, whole_pages=size >= PAGE or (beside_decode and self._chunk >= PAGE))
 
     def _try(self, job: Job, work: Callable[[], T], extent: Extent = Extent.ALL) -> T:
         return self._recovery.attempt(work, job.account, job.pinned, extent=extent)
@@ -434,6 +431,7 @@ class Scheduler:
         self._deliver(State({
             "epoch": self._recovery.epoch,
             "parked": self._engine.parked,
+            "target": self._parking.target.value,
             "running": [job.report() for job in self._running],
             "queued": len(self._waiting) + len(self._exclusive),
             "retained": len(self._retained),

@@ -158,6 +158,7 @@ def _scheduler(
         engine, deliver, chunk=config.chunk or engine.backend.chunk, parallel=config.parallel,
         max_stall=config.max_stall, eos_ids=frozenset(engine.hyper.stop_ids), policy=policy,
         trim_tokens=config.trim_tokens, slot_store=store, flush=flush, epoch=epoch,
+        idle_unload=config.idle_unload,
     )  # fmt: skip
 
 
@@ -187,6 +188,7 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
         "limits": {"max_line": config.max_line, "memory": config.memory_limit},
         "effective": _effective(config, engine),
         "oom_policy": config.oom_policy,
+        "idle_unload_s": config.idle_unload,
         "pool": {"kind": engine.memory.pool_kind, "trim_tokens": config.trim_tokens},
         "verbs": [verb.name for verb in VERBS if verb.supported],
         "errors": sorted(CODES),

@@ -16,6 +16,7 @@ from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Finished, Key, Line, Started, Submit, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.memory.pressure import Extent
+from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
@@ -68,16 +69,18 @@ class SlotCommands:
         retained: the sequences SNAPSHOT may mean.
         deliver: takes the reply lines and the Finished of each command.
         recovery: survives running out of memory, knows the slot epoch.
+        parking: takes the weights away and brings them back.
     """
 
     def __init__(
         self, engine: Engine, retained: RetainedSequences, deliver: Callable[[ToFront], None],
-        recovery: Recovery, clock: Callable[[], float] = time.monotonic,
+        recovery: Recovery, parking: Parking, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._retained = retained
         self._deliver = deliver
         self._recovery = recovery
+        self._parking = parking
         self._clock = clock
 
     def run(self, submit: Submit) -> None:
@@ -119,10 +122,10 @@ class SlotCommands:
             case FreeDrafter():
                 pass  # this build never loads one, so there is nothing to say
             case Park(what="all" | "target"):
-                if self._engine.park():
+                if self._parking.park():
                     self._reply(submit, Parked(what="target"))
             case Unpark(what="all" | "target"):
-                if self._recovery.attempt(self._engine.unpark):
+                if self._parking.unpark():
                     self._reply(submit, Unparked(what="target"))
             case Park() | Unpark():
                 pass  # the draft: never loaded, so nothing changes
@@ -208,8 +211,7 @@ class SlotCommands:
         """Compute the last emitted token, so that the snapshot holds everything that was said."""
         if not entry.pending:
             return None
-        if self._engine.parked:
-            raise RequestError("target_parked")
+        self._parking.need()
         self._engine.reserve(entry.sequence, len(entry.sequence) + len(entry.pending), "snapshot")
         rows = Rows.chain(entry.sequence, entry.pending)
         outputs = self._engine.forward(rows, Kind.STEP)

@@ -19,7 +19,7 @@ JSON_KINDS = ("hello", "status", "props", "stored")
 
 #: Order and names of the time account at the end of a `[done]` line, in seconds.
 ACCOUNT = (
-    "wall_s", "queue_s", "compress_s", "restore_s", "prefill_s", "decode_s", "draft_s", "verify_s",
+    "wall_s", "queue_s", "load_s", "compress_s", "restore_s", "prefill_s", "decode_s", "draft_s", "verify_s",
     "sample_s", "snapshot_s", "recover_s", "emit_s", "other_s",
 )  # fmt: skip
 

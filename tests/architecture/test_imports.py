@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loop", "host"),
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
-    + ("inline_snapshots", "job", "next_token", "retained", "spilled_slots"),
+    + ("inline_snapshots", "job", "next_token", "parking", "retained", "spilled_slots"),
     ("engine",),
     ("device_backend",),
     ("numpy_backend", "cuda_backend"),
@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_process", "engine_life", "in_flight", "slots_seen"),
     ("link_wire", "shared_state"),
     ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
-    + ("state_file", "totals"),
+    + ("idle_unload", "state_file", "totals"),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.
@@ -68,6 +68,7 @@ ENGINE = (
         "inline_snapshots",
         "job",
         "next_token",
+        "parking",
         "retained",
         "spilled_slots",
         "engine",

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from slotd.protocol.messages import Tokens
+from slotd.protocol.wire import parse_event
 from tests.fakes.daemon_process import PATIENCE, DaemonProcess
 
 #: Bytes that may stay cached behind a request: the logits of two calls, four rows each under `--exact`.
@@ -86,3 +89,40 @@ def test_field_report_66_parked_weights_are_given_back_and_slots_survive(tiny_ll
         assert daemon.wait_done("r").fields["reused"] == len(IDS)
         lines = [line for line in daemon.lines[seen:] if line.startswith("[tok] id=r")]
         assert [int(i) for line in lines for i in line.split("ids=")[1].split()[0].split(",")] == expected
+
+
+@pytest.mark.parametrize("host", ["thread", "process"])
+def test_field_report_66_weights_go_when_nothing_runs_and_the_next_request_works(
+    tiny_llama: Path, host: str
+) -> None:
+    """Memory drops without a command; a slot, and a request that comes meanwhile, are as if it had not."""
+    with DaemonProcess(tiny_llama, "--exact", "--idle-unload=0.3", f"--engine={host}") as daemon:
+        assert asked(daemon, "props")["idle_unload_s"] == 0.3
+        expected, _ = daemon.generate([*IDS, 9], 4, "ignore_eos=1")
+        daemon.generate(IDS, 1, "snap=100:0", "kept")
+        for number in range(2):
+            status = unloaded(daemon)
+            assert (status["parked"], status["memory"]["live"]["weights"]) == (True, 0)
+            assert status["memory"]["live"]["kv"] > 0
+            daemon.send(f"RESTORE 0 - 4 ids={','.join(map(str, [*IDS, 9]))} id=r{number} ignore_eos=1")
+            done = daemon.wait_done(f"r{number}")
+            assert done.fields["reused"] == len(IDS)
+            assert float(done.fields["load_s"]) > 0
+        said = [event for line in daemon.lines if isinstance(event := parse_event(line), Tokens)]
+        for request in ("t", "r0", "r1"):
+            assert [i for event in said if event.id == request for i in event.ids] == expected
+        daemon.wait_stderr("idle: the weights are unloaded")
+        unloaded(daemon)
+        daemon.send("park id=p")
+        daemon.wait_done("p")
+        assert daemon.generate(IDS, 1, request_id="no")[1].fields["code"] == "target_parked"
+        assert asked(daemon, "status")["target"] == "parked"
+
+
+def unloaded(daemon: DaemonProcess) -> dict[str, Any]:
+    """The state once the weights have gone by themselves."""
+    end = time.monotonic() + PATIENCE
+    while (status := asked(daemon, "status"))["target"] != "unloaded":
+        assert time.monotonic() < end, status
+        time.sleep(0.02)
+    return status

@@ -103,3 +103,27 @@ def test_park_gives_the_memory_back(model: Path, answers: dict[int, list[int]]) 
         assert daemon.wait_done("back").fields["reused"] == 900
         assert daemon.generate(ids(900), 16, request_id="again")[0] == answers[900]
         print(f"park freed {freed >> 20} MiB")
+
+
+def test_field_report_66_idle_weights_leave_the_device(model: Path, answers: dict[int, list[int]]) -> None:
+    import cupy
+
+    with start(model, "--idle-unload=2") as daemon:
+        assert daemon.generate(ids(900), 16, "snap=900:3")[0] == answers[900]
+        before = cupy.cuda.runtime.memGetInfo()[0]
+        for number in range(2):
+            end = time.monotonic() + 30
+            while (status := daemon.wait_json_of("STATUS", "status"))["target"] != "unloaded":
+                assert time.monotonic() < end, status
+                time.sleep(0.05)
+            freed = cupy.cuda.runtime.memGetInfo()[0] - before
+            print(f"idle freed {freed >> 20} MiB; {status['memory']}")
+            assert status["memory"]["live"]["weights"] == 0
+            assert number or freed > 100 << 20, freed
+            daemon.send(f"RESTORE 3 - 16 ids={','.join(map(str, ids(900)))} id=back{number}")
+            done = daemon.wait_done(f"back{number}")
+            print(done.fields)
+            assert done.fields["reused"] == 900
+            assert float(done.fields["load_s"]) > 0
+        assert daemon.generate(ids(900), 16, request_id="again")[0] == answers[900]
+        assert "idle: the weights are unloaded" in daemon.stderr

@@ -14,7 +14,7 @@ from slotd.protocol.messages import Done, Prefill, Tokens
 from slotd.protocol.wire import parse_event
 from tests.fakes.daemon_process import DaemonProcess
 
-PARTS = ("queue", "compress", "restore", "prefill", "decode", "draft", "verify", "sample", "snapshot",
+PARTS = ("queue", "load", "compress", "restore", "prefill", "decode", "draft", "verify", "sample", "snapshot",
          "recover", "emit", "other")  # fmt: skip
 
 

@@ -84,6 +84,7 @@ def test_engine_flags() -> None:
             "slot_dir": "d",
             "slot_bytes": "2GiB",
             "device": "cpu",
+            "idle_unload": 2.5,
             "model": "ignored",
         }
     )
@@ -105,5 +106,6 @@ def test_engine_flags() -> None:
         "--prefill-pool-trim-tokens=0",
         "--slot-dir=d",
         "--slot-bytes=2GiB",
+        "--idle-unload=2.5",
     ]
     assert engine.deciding() == engine.argv()[:8]

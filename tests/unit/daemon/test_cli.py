@@ -23,7 +23,7 @@ FLAGS: dict[str, Any] = {
     "math": None,
     "device": "auto", "pool": "legacy",
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
-    "engine": None, "engine_timeout": 60.0,
+    "engine": None, "engine_timeout": 60.0, "idle_unload": None,
     "host_cache": None, "trim_tokens": None, "state_dir": None,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
     "ddtree_no_chain_seed": False,
@@ -118,6 +118,9 @@ def test_the_word_beats_the_flag_for_the_model() -> None:
         ({"engine_timeout": 0.0}, "--engine-timeout 0 s: must be 0.1 to 86400"),
         ({"math": "f8"}, "--math 'f8': must be exact, q8 or fast"),
         ({"math": "q8", "exact": True}, "--exact and --math q8 contradict each other"),
+        ({"idle_unload": 0.0}, "--idle-unload 0 s: must be over 0 and at most 604800"),
+        ({"idle_unload": -2.0}, "--idle-unload -2 s: must be over 0 and at most 604800"),
+        ({"idle_unload": float("nan")}, "--idle-unload nan s: must be over 0 and at most 604800"),
         ({"host_cache": "-1"}, "--host-cache '-1'"),
         ({"trim_tokens": -1}, "--prefill-pool-trim-tokens -1"),
     ],
@@ -209,13 +212,13 @@ def test_every_flag_arrives(configs: list[Any]) -> None:
     argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
     argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512 --state-dir run"
     argv += " --device cpu --pool vmm"
-    argv += " --engine thread --engine-timeout 7"
+    argv += " --engine thread --engine-timeout 7 --idle-unload 1.5"
     assert invoke("daemon", *argv.split()).exit_code == 0
     assert configs[0][0] == Config(
         model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
         exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
         oom_policy="seed", host_cache=1 << 20, trim_tokens=512, state_dir="run", device="cpu", pool="vmm",
-        engine_timeout=7.0,
+        engine_timeout=7.0, idle_unload=1.5,
     )  # fmt: skip
 
 

@@ -28,7 +28,9 @@ def test_whole_numbers_have_limits(name: str, low: int, high: int) -> None:
             Config(model=MODEL, **{name: value})
 
 
-@pytest.mark.parametrize(("name", "high"), [("max_stall", 60.0), ("stall_timeout", 86400.0)])
+@pytest.mark.parametrize(
+    ("name", "high"), [("max_stall", 60.0), ("stall_timeout", 86400.0), ("idle_unload", 604_800.0)]
+)
 def test_times_have_limits(name: str, high: float) -> None:
     for value in (1e-6, high):
         assert getattr(Config(model=MODEL, **{name: value}), name) == value

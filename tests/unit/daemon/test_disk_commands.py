@@ -19,6 +19,7 @@ from slotd.daemon.kv.slot_store import SlotStore
 from slotd.daemon.link import Finished, Flags, Line, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, Policy
 from slotd.daemon.numpy_backend import NumpyBackend
+from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
@@ -62,7 +63,8 @@ class Rig:
         self.retained = RetainedSequences(4, self.engine.close)
         self.calls: deque[Callable[[], None]] = deque()
         recovery = Recovery(self.engine, self.retained, self.said.append, lambda: None, Policy.ONCE)
-        commands = SlotCommands(self.engine, self.retained, self.said.append, recovery)
+        parking = Parking(self.engine, recovery)
+        commands = SlotCommands(self.engine, self.retained, self.said.append, recovery, parking)
         self.disk = DiskCommands(self.engine, self.store, commands, self.said.append, self.calls.append)
         self.run_calls(1)  # the identity
 

@@ -67,7 +67,7 @@ def test_the_warning_is_one_line_on_stderr(
         "max_ctx": None, "chunk": 64, "parallel": 1, "slots": 8, "k_type": "f32", "v_type": "f32",
         "exact": False, "math": None, "max_line": "1MiB", "max_stall": 60.0, "stall_timeout": 60.0,
         "oom_policy": "ladder", "host_cache": None, "slot_dir": None, "slot_bytes": None, "state_dir": None,
-        "engine": None, "engine_timeout": 60.0,
+        "engine": None, "engine_timeout": 60.0, "idle_unload": None,
     }  # fmt: skip
     assert cli.make_config("model.gguf", None, flags).trim_tokens == 0
     out, err = capfd.readouterr()

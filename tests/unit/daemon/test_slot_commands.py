@@ -10,6 +10,7 @@ from slotd.daemon.engine import Engine
 from slotd.daemon.link import Finished, Flags, Key, Line, Started, Submit, ToFront
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.numpy_backend import NumpyBackend
+from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
@@ -50,7 +51,10 @@ class SlotRig:
         self.clock = Clock()
         recovery = Recovery(self.engine, self.retained, self.messages.append, lambda: None, policy)
         recovery.epoch = 7
-        self.commands = SlotCommands(self.engine, self.retained, self.messages.append, recovery, self.clock)
+        parking = Parking(self.engine, recovery, self.clock)
+        self.commands = SlotCommands(
+            self.engine, self.retained, self.messages.append, recovery, parking, self.clock
+        )
 
     def ended(self, key: Key, length: int, pending: tuple[int, ...] = ()) -> Retained:
         """A request that ended after `length` computed tokens of TEXT."""
