@@ -169,18 +169,18 @@ class Timing:
     # ----- snapshots
 
     def snapshots(self, n: int) -> None:
-        """Snapshot and restore of n tokens, in device memory and to and from the host tier."""
+        """Snapshot and restore of n tokens with logits, in device memory and to and from the host tier."""
         engine, sequence = self._engine, self._at(n)
-        n_bytes = self._kv_bytes(n)
+        n_bytes, logits = self._kv_bytes(n), np.zeros(engine.hyper.n_vocab, np.float32)
         saves, restores = [], []
         for _ in range(MOVES):
-            saves.append(self._timed(lambda: engine.snapshot(0, sequence)))
+            saves.append(self._timed(lambda: engine.snapshot(0, sequence, logits)))
             restores.append(self._timed(lambda: engine.close(engine.restore(0))))
         self._add_move("snapshot", n, saves)
         self._add_move("restore", n, restores)
         out, back = [], []
         for number in range(4):  # the first one pins its memory, a quarter of a second for each GiB
-            out.append(self._timed(lambda: engine.snapshot(0, sequence, tier="host")))
+            out.append(self._timed(lambda: engine.snapshot(0, sequence, logits, tier="host")))
             back.append(self._timed(lambda: engine.close(engine.restore(0))))
             if number == 0:
                 self._figures.add("host_save_first", self._model.name, n, ms=1000 * out.pop())

@@ -11,42 +11,62 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
+import re
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from slotd.daemon.arena_directory import make_arena
 from slotd.daemon.config import Config
 from slotd.daemon.engine import Engine
+from slotd.daemon.kv.host_arena import open_arena
+from slotd.daemon.memory import cuda_device
+from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.serve import build_engine
 from slotd.daemon.weights.reader import open_model
 from tests.bench.device_rates import Rates, measure
 from tests.bench.engine_timing import STEPS, WARM, Model, Timing
 from tests.bench.figures import Figures
+from tests.bench.gpu_trim import compare
 from tests.bench.synthetic_gguf import PRESETS, write_synthetic
 from tests.fakes.daemon_process import DaemonProcess
 
-PARTS = ("rates", "prefill", "decode", "rows", "snapshot", "cold")
+PARTS = ("rates", "prefill", "decode", "rows", "snapshot", "trim", "cold")
+
+#: Parts that measure on an engine that is loaded for all of them.
+OF_ONE_ENGINE = frozenset(PARTS) - {"rates", "trim", "cold"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sizes that a model is measured at."""
+    """The sizes that a model is measured at.
+
+    trim: tokens of a prompt, and after how many the pool is trimmed; None: not measured.
+    """
 
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
     rows: tuple[int, ...]
     snapshot: int
+    trim: tuple[int, int] | None = None
 
 
 PLANS = {
     "135m": Plan((512, 4096), (0, 4096), (1, 2, 4, 8, 16, 23, 32, 64), 4096),
     "1b": Plan((512, 4096), (0, 4096), (1, 16, 23), 4096),
-    "23b": Plan((512, 2048, 8192, 32768), (0, 8192, 32768), (1, 2, 4, 8, 16, 23, 32, 64), 4096),
-    "tiny": Plan((64, 256), (0, 64), (1, 16, 23), 128),
+    "23b": Plan(
+        (512, 2048, 8192, 32768), (0, 8192, 32768), (1, 2, 4, 8, 16, 23, 32, 64), 4096, (32768, 4096)
+    ),
+    "tiny": Plan((64, 256), (0, 64), (1, 16, 23), 128, (512, 128)),
 }
 
 
@@ -69,14 +89,30 @@ def main() -> int:
     try:
         for number, name in enumerate(chosen.model):
             path = chosen.path if chosen.path and number == 0 else model_file(chosen.folder, name, figures)
-            if set(chosen.part) - {"cold", "rates"} or rates is None:
-                config = replace(Config(model=path, chunk=2048, host_cache=4 << 30), **dict(chosen.set))
+            config = replace(Config(model=path, chunk=2048, host_cache=4 << 30), **dict(chosen.set))
+            if number == 0:
+                figures.add("device", **device(config.device))
+            if OF_ONE_ENGINE & set(chosen.part) or ("rates" in chosen.part and rates is None):
                 rates = measure_model(name, config, chosen.part, rates, figures)
+            plan = PLANS[name]
+            if "trim" in chosen.part and plan.trim is not None:
+                compare(name, config, *plan.trim, figures)
             if "cold" in chosen.part and name != "23b":
                 cold_starts(name, path, figures)
     finally:
         print("\n" + figures.table())
     return 0
+
+
+def device(choice: str) -> dict[str, Any]:
+    """What is measured: the CUDA device that `--device` means with its driver, or the CPU."""
+    if cuda_device.choose(choice) is None:
+        return {"device": f"CPU, {platform.machine()}, {os.cpu_count()} cores", "numpy": np.__version__}
+    found = dict(cuda_device.describe())
+    with suppress(OSError):  # another operating system
+        text = Path("/proc/driver/nvidia/version").read_text("utf-8")
+        found["driver_version"] = " ".join(re.findall(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)[:1])
+    return found
 
 
 def model_file(folder: Path, name: str, figures: Figures) -> Path:
@@ -107,10 +143,12 @@ def measure_model(
     """Load the model, measure the parts that need an engine, and the rates when nobody has yet."""
     plan = PLANS[name]
     largest = max(*plan.prefill, *plan.decode, plan.snapshot) + STEPS + WARM + 64
+    arena = open_arena(make_arena(config.host_cache or 0), config.host_cache or 0, recorded=False)
     began = time.perf_counter()
-    engine = build_engine(replace(config, max_ctx=largest))
+    engine = build_engine(replace(config, max_ctx=largest), arena)
     try:
-        figures.add("load", name, s=time.perf_counter() - began, backend=dict(engine.backend.report()))
+        report = engine.backend.report()
+        figures.add("load", name, s=time.perf_counter() - began, backend=report["name"], math=report["math"])
         if rates is None:
             rates = measure(engine.backend.name)
             figures.add("rates", **asdict(rates))
@@ -163,7 +201,12 @@ def memory(engine: Engine) -> dict[str, int]:
 
 
 def cold_starts(name: str, path: Path, figures: Figures, repeats: int = 3) -> None:
-    """Seconds from the start of a daemon's process until it is ready; the first start is not counted."""
+    """Seconds from the start of a daemon's process until it is ready; the first start is not counted.
+
+    The kernels are compiled before: that is done once for a machine, and takes longer than a daemon is given.
+    """
+    if cuda_device.choose("auto") is not None:
+        load_all()
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
