@@ -230,10 +230,12 @@ def _read_merges(header: Header, ids: Mapping[str, int]) -> list[tuple[str, str]
 def _choose_pre(header: Header, override: str | None) -> str:
     known = ", ".join(sorted(_PRE_TOKENIZERS))
     if override is not None:
+        override = _OTHER_NAMES.get(override, override)
         if override not in _PRE_TOKENIZERS:
             raise ConfigError(f"pre-tokenizer {override!r} is unknown; known are {known}")
         return override
     pre = header.string(_KEY + "pre", "")
+    pre = _OTHER_NAMES.get(pre, pre)
     if pre not in _PRE_TOKENIZERS:
         what = f"pre-tokenizer {pre!r} ({_KEY}pre) is unknown" if pre else f"key {_KEY}pre is missing"
         raise ModelError(f"{header.name}: {what}; known are {known}; choose one with --pre NAME")
@@ -310,3 +312,6 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[tokenizers.Tokenizer], None]] = {
     "qwen35": functools.partial(_split_qwen, _QWEN35),
     "smollm": _split_smollm,
 }
+
+#: Names that older converters wrote -> the name of today. Nothing differs but the name.
+_OTHER_NAMES: Mapping[str, str] = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}

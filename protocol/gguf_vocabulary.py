@@ -25,7 +25,7 @@ STOP_TEXTS = frozenset({
 })  # fmt: skip
 
 #: Splitters and models whose text starts with BOS when the file does not say (llama.cpp's defaults).
-_BOS_BY_PRE = frozenset({"llama-bpe"})
+_BOS_BY_PRE = frozenset({"llama-bpe", "llama3", "llama-v3"})
 _BOS_BY_MODEL = frozenset({"llama"})
 
 

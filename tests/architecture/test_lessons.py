@@ -2,7 +2,7 @@
 
 The numbers are those of the project's engineering reference: rules of section 2 by their subsection, lessons
 of table 2.6 by the commit that fixed them in the source, field reports by their number (those that concern
-slots, caches and memory). What is checked here is that each test that is named exists.
+slots, caches, memory and the qwen models). What is checked here is that each test that is named exists.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ REPORTS = {
     33: f"{REAL}::test_field_report_33_the_flags_of_slots_and_memory_change_what_is_seen",
     34: f"{E2E}::test_three_identical_sends",
     35: f"{E2E}::test_one_request_or_four_at_once_say_what_was_done",
+    55: "unit/client/test_tokenizer.py::test_unknown_pre_tokenizer_is_refused_with_the_way_out",
     62: "unit/daemon/test_pool_trim.py::test_seed_runs_out_without_and_passes_with_trim",
     65: "e2e/test_memory_status.py::test_field_report_65_requested_and_effective_are_both_said",
     66: f"{REAL}::test_field_report_66_parked_weights_are_given_back_and_slots_survive",
