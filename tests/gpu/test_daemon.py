@@ -127,3 +127,53 @@ def test_field_report_66_idle_weights_leave_the_device(model: Path, answers: dic
             assert float(done.fields["load_s"]) > 0
         assert daemon.generate(ids(900), 16, request_id="again")[0] == answers[900]
         assert "idle: the weights are unloaded" in daemon.stderr
+
+
+@pytest.mark.parametrize("pool", ["legacy", "vmm"])
+def test_field_report_62_cached_blocks_are_released_in_a_long_prompt(
+    model: Path, answers: dict[int, list[int]], pool: str
+) -> None:
+    """Pieces of any size, trims between them: the same answer, and the trims of the interval are counted."""
+    flags = ("--prefill-pool-trim-tokens=1024", "--chunk=512", f"--pool={pool}")
+    with start(model, *flags) as daemon:
+        produced, done = daemon.generate(ids(6000), 16)
+        assert (done.status, produced) == ("length", answers[6000])
+        status = daemon.wait_json_of("STATUS", "status")
+        print(status["recovery"], status["memory"])
+        trims = status["recovery"]["trims"]
+        if pool == "vmm":  # the driver's pool needs none
+            assert trims == {}
+        else:
+            assert trims["interval"]["count"] == 6000 // 1024
+            assert trims["end"]["count"] >= 1
+        assert status["recovery"]["oom"] == {}
+
+
+def test_field_report_67_restore_into_a_nearly_full_pool_then_prefill(
+    model: Path, answers: dict[int, list[int]]
+) -> None:
+    """Thirty slots want 620 MB of pages where 400 are: restores and long prompts go on, and are exact."""
+    texts = [ids(1000 + slot)[:900] for slot in range(30)]
+    with start(model, "--memory-limit=8GiB") as daemon:  # room for everything
+        effective = daemon.wait_json_of("PROPS", "props")["effective"]["memory"]["effective"]
+        held = sum(daemon.wait_json_of("STATUS", "status")["memory"]["live"].values())
+        expected = [
+            daemon.generate([*text, 7, 8, 9], 16, request_id=f"e{n}")[0] for n, text in enumerate(texts)
+        ]
+    limit = (8 << 30) - effective + held + (400 << 20)
+    with start(model, f"--memory-limit={limit}", "--slots=30", "--host-cache=2GiB") as daemon:
+        for slot, text in enumerate(texts):
+            daemon.send(f"- 0 ids={','.join(map(str, text))} snap=900:{slot} id=f{slot}")
+            assert daemon.wait_done(f"f{slot}").status == "ok"
+        for slot in (0, 15, 29):
+            produced, done = daemon.generate(ids(6000), 16, request_id=f"long{slot}")
+            assert (done.status, produced) == ("length", answers[6000]), done.fields
+            listed = ",".join(map(str, [*texts[slot], 7, 8, 9]))
+            daemon.send(f"RESTORE {slot} - 16 ids={listed} id=r{slot}")
+            said = daemon.answers([f"r{slot}"])[f"r{slot}"]
+            assert said == expected[slot], slot
+        status = daemon.wait_json_of("STATUS", "status")
+        print(limit, status["recovery"], status["memory"], status["host_tier"])
+        assert sum(status["recovery"]["oom"].values()) > 0
+        assert status["recovery"]["all_cleared"] == 0
+        assert daemon.process.poll() is None
