@@ -10,6 +10,7 @@ from slotd.daemon.ops.cuda_prepare import embed
 from slotd.daemon.ops.cuda_weights import FORMAT_OF, WeightLoader
 from tests.bench.random_blocks import TYPES
 from tests.gpu.blocks import RowsFile, random_rows, values_of
+from tests.gpu.device_numbers import held_values
 
 SHAPES = [(16, 256), (37, 768), (200, 5120)]
 
@@ -38,6 +39,19 @@ def test_widths_that_fill_no_tile(memory, type_name, n_in) -> None:
     out = embed(memory, cupy.arange(21, dtype=cupy.int32), matrix).get()
     expected = values_of(type_name, rows)
     assert np.abs(out - expected).max() <= 2.0**-7 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("n_in", [256, 768])
+def test_tiles_hold_what_numpy_works_out(memory, type_name, n_in) -> None:
+    """Bit by bit: what logits are compared with is made of these numbers (device_numbers.py)."""
+    rows = random_rows(type_name, 37, n_in, 9)
+    matrix = WeightLoader(memory).matrix(RowsFile({"w": (type_name, rows)}), "w")
+    out = embed(memory, cupy.arange(37, dtype=cupy.int32), matrix).get()
+    expected = held_values(type_name, rows, n_in)
+    wrong = out != expected
+    first = np.argwhere(wrong)[:4]
+    assert not wrong.any(), (wrong.sum(), first.tolist(), out[wrong][:4], expected[wrong][:4])
 
 
 def test_tile_sizes_are_those_of_the_kernels(memory) -> None:

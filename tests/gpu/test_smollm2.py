@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
 from tests.fakes.daemon_process import DaemonProcess
+from tests.gpu.device_numbers import HalvingOps, HeldModel
 
 pytestmark = pytest.mark.model
 
@@ -26,6 +28,15 @@ CASES: list[dict[str, Any]] = json.loads((DATA / "smollm2_greedy.json").read_tex
 #: A token may differ from the golden one where the two best logits are closer than this.
 MARGIN = 0.05
 
+#: What the last logits of a golden prompt may be off, by K/V on the device and what NumPy computes with.
+#: `file`: the weights of the file; `weights`: as the device has them, which is what the bound of 0.02 was set for;
+#: `weights and rows`: its activations too, and only the order of sums and exp differ.
+BOUNDS = {
+    ("f32", "weights and rows"): 0.02,
+    ("f32", "weights"): 0.02,
+    ("f16", "file"): 0.1,
+}
+
 
 @pytest.fixture(scope="module")
 def host(default_model: Path) -> Engine:
@@ -34,9 +45,22 @@ def host(default_model: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def device(default_model: Path) -> Engine:
+def host_as_device(default_model: Path) -> Engine:
+    """NumPy with the weights that the device has."""
+    backend = NumpyBackend()
+    backend.ops = HalvingOps(backend.memory)
     with open_model(default_model) as file:
-        return Engine(file, CudaBackend(CudaMemory(CupyDevice())), max_ctx=2048)
+        return Engine(HeldModel.of(file), backend, max_ctx=2048)
+
+
+@pytest.fixture(scope="module")
+def devices(default_model: Path) -> dict[str, Engine]:
+    """By the type of K and V."""
+    with open_model(default_model) as file:
+        return {
+            kv: Engine(file, CudaBackend(CudaMemory(CupyDevice())), max_ctx=2048, k_type=kv, v_type=kv)
+            for kv in ("f32", "f16")
+        }
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +76,34 @@ def logits(engine: Engine, ids: list[int], wanted: str = "last") -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"][:20])
-def test_last_logits_beside_numpy(host: Engine, device: Engine, case: dict[str, Any]) -> None:
-    difference = np.abs(logits(device, case["ids"]) - logits(host, case["ids"]))
-    print(f"max {difference.max():.4f} mean {difference.mean():.5f}")
-    assert difference.max() < 0.1
+def test_logits_beside_numpy(host: Engine, host_as_device: Engine, devices: dict[str, Engine]) -> None:
+    """Of the golden prompts: a table of all combinations, and those with a bound kept."""
+    ops = host_as_device.backend.ops
+    assert isinstance(ops, HalvingOps)
+    worst: dict[tuple[str, str], float] = {}
+    print(f"\n{'tokens':>6} {'K/V':<4} {'NumPy':<17} {'last: max':>10} {'mean':>9} {'all: max':>9} argmax")
+    for case in CASES:
+        expected = {"file": logits(host, case["ids"], "all")}
+        for name in ("weights", "weights and rows"):
+            ops.halves = name != "weights"
+            expected[name] = logits(host_as_device, case["ids"], "all")
+        got = {kv: logits(engine, case["ids"], "all") for kv, engine in devices.items()}
+        for (kv, ours), (name, numpys) in itertools.product(got.items(), expected.items()):
+            off = np.abs(ours - numpys)
+            agree = (ours.argmax(axis=1) == numpys.argmax(axis=1)).mean()
+            print(
+                f"{len(ours):>6} {kv:<4} {name:<17} {off[-1].max():>10.4f} {off[-1].mean():>9.5f} "
+                f"{off.max():>9.4f} {agree:>6.1%}"
+            )
+            worst[kv, name] = max(worst.get((kv, name), 0.0), float(off[-1].max()))
+    assert {key: value for key, value in worst.items() if value >= BOUNDS.get(key, np.inf)} == {}
 
 
-def test_what_exact_math_costs_on_text(host: Engine, device: Engine) -> None:
+def test_what_exact_math_costs_on_text(host: Engine, devices: dict[str, Engine]) -> None:
     """2,000 tokens: the prompts and answers of the golden cases, one behind the other."""
     ids = [token for case in CASES for token in (*case["ids"], *case["greedy"])]
     ids = (ids * (2000 // len(ids) + 1))[:2000]
-    expected, got = logits(host, ids, "all"), logits(device, ids, "all")
+    expected, got = logits(host, ids, "all"), logits(devices["f16"], ids, "all")
     difference = np.abs(got - expected)
     agree = (got.argmax(axis=1) == expected.argmax(axis=1)).mean()
     print(f"max {difference.max():.4f} mean {difference.mean():.5f} argmax {agree:.4f}")
