@@ -47,8 +47,9 @@ class NumpyBackend:
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> PageStore:
         h = hyper
         return PageStore(
-            self.memory, h.n_layer, h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type)
-        )
+            self.memory, len(h.attention_layers), h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type),
+            kv_type(v_type),
+        )  # fmt: skip
 
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> NumpyRunner:
         assert isinstance(store, PageStore)

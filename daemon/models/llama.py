@@ -33,7 +33,7 @@ class Llama:
 
             return Layer(
                 attn_norm=ops.vector(file, *names("attn_norm")),
-                attn_qkv=ops.matrix(file, *names("attn_q", "attn_k", "attn_v")),
+                attn_qkv=ops.matrix(file, *h.qkv_names(i)),
                 attn_output=ops.matrix(file, *names("attn_output")),
                 ffn_norm=ops.vector(file, *names("ffn_norm")),
                 ffn_gate_up=ops.matrix(file, *names("ffn_gate", "ffn_up")),

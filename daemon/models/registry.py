@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from slotd.daemon.models.llama import Llama
 from slotd.daemon.models.model import Model
+from slotd.daemon.models.qwen3 import Qwen3
 from slotd.daemon.ops.interface import Ops
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ModelError
 
-MODELS: Mapping[str, Callable[[ModelFile, Ops, int], Model]] = {"llama": Llama}
+#: Their ops are `Ops`, or more than that where a backend says that it runs them.
+MODELS: Mapping[str, Callable[[ModelFile, Any, int], Model]] = {
+    "llama": Llama,
+    "qwen3": Qwen3,
+}
 
 
 def load_model(file: ModelFile, ops: Ops, max_ctx: int) -> Model:

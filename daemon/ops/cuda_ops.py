@@ -15,11 +15,12 @@ import numpy as np
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops import cuda_prepare
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
+from slotd.daemon.ops.cuda_attention import HeadNorms as NormAddresses
 from slotd.daemon.ops.cuda_linear import Prepared, multiply
 from slotd.daemon.ops.cuda_prepare import Picked
 from slotd.daemon.ops.cuda_unpack import Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
-from slotd.daemon.ops.interface import Heads, RopeStyle
+from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
 from slotd.daemon.weights.reader import ModelFile
 
 #: Positions whose angles are worked out at a time.
@@ -124,9 +125,13 @@ class CudaOps:
             multiply(x, weight, y, add=add)
 
     def rope_store(
-        self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall
-    ) -> Any:
-        batch.attention.rope_store(layer, qkv.data.ptr, batch.batch, rope.table.data.ptr, rope.dims, style)
+        self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall,
+        norms: HeadNorms | None = None,
+    ) -> Any:  # fmt: skip
+        batch.attention.rope_store(
+            layer, qkv.data.ptr, batch.batch, rope.table.data.ptr, rope.dims, style,
+            None if norms is None else NormAddresses(norms.q.data.ptr, norms.k.data.ptr, norms.eps),
+        )  # fmt: skip
         return qkv
 
     def attend(self, layer: int, q: Any, batch: CudaCall, scale: float) -> Any:

@@ -33,17 +33,35 @@ RopeStyle = Literal["interleaved", "half"]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a row of `qkv` is divided: H heads of D (queries), G of D (keys), G of E (values)."""
+    """How a row of `qkv` is divided: H heads of D (queries), G of D (keys), G of E (values).
+
+    gated: behind each query stand D numbers of its gate; E is D then.
+    """
 
     n_head: int
     n_head_kv: int
     head_dim: int
     value_dim: int
+    gated: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Numbers in front of the keys."""
+        return self.n_head * self.head_dim * (2 if self.gated else 1)
 
     @property
     def row(self) -> int:
         """Numbers in a row of `qkv`."""
-        return (self.n_head + self.n_head_kv) * self.head_dim + self.n_head_kv * self.value_dim
+        return self.queries + self.n_head_kv * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each query head and each key head: weights [D], the same for all heads, and epsilon."""
+
+    q: Array
+    k: Array
+    eps: float
 
 
 class Ops(Protocol):
@@ -86,11 +104,13 @@ class Ops(Protocol):
         ...
 
     def rope_store(
-        self, layer: int, qkv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: CallBatch
-    ) -> Array:
-        """Rotate queries and keys, store keys and values at the rows' places, in the stored type.
+        self, layer: int, qkv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: CallBatch,
+        norms: HeadNorms | None = None,
+    ) -> Array:  # fmt: skip
+        """Norm and rotate queries and keys, store keys and values at the rows' places, in the stored type.
 
-        qkv [n, heads.row], used up -> rotated queries [n, H, D].
+        layer: counted among those that have K/V. qkv [n, heads.row], used up but for the gates ->
+        rotated queries [n, H, D].
         """
         ...
 
@@ -103,4 +123,12 @@ class Ops(Protocol):
 
     def logits(self, x: Array, norm: Array, eps: float, weight: Matrix) -> Array:
         """As `norm_linear`, of the last layer's output: [m, n_embd] -> [m, n_vocab]."""
+        ...
+
+
+class HybridOps(Ops, Protocol):
+    """What models with gated attention need beside."""
+
+    def add_gated_linear(self, x: Array, y: Array, qkv: Array, heads: Heads, weight: Matrix) -> None:
+        """x += (y * sigmoid(gate)) weight^T, in place. y [n, H * D], gates as they stand in qkv."""
         ...

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Batch
-from slotd.daemon.ops.interface import Heads, RopeStyle
+from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
 from slotd.daemon.ops.kv_blocks import width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
 from slotd.daemon.ops.rope import RopeTable
@@ -84,18 +84,28 @@ class NumpyOps:
     def logits(self, x: Array, norm: Array, eps: float, weight: Array) -> Array:
         return self.norm_linear(x, norm, eps, weight)
 
+    def add_gated_linear(self, x: Array, y: Array, qkv: Array, heads: Heads, weight: Array) -> None:
+        gates = _queries(qkv, heads)[..., heads.head_dim :]
+        x += self.linear(self.gate(y.reshape(gates.shape), gates).reshape(y.shape), weight)
+
     def rope_store(
-        self, layer: int, qkv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: Batch
-    ) -> Array:
-        n, n_head, n_rotated = len(qkv), heads.n_head, heads.n_head + heads.n_head_kv
-        qk = qkv[:, : n_rotated * heads.head_dim].reshape(n, n_rotated, heads.head_dim)
-        v = qkv[:, n_rotated * heads.head_dim :].reshape(n, heads.n_head_kv, heads.value_dim)
+        self, layer: int, qkv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: Batch,
+        norms: HeadNorms | None = None,
+    ) -> Array:  # fmt: skip
+        keys_end = heads.queries + heads.n_head_kv * heads.head_dim
+        q = _queries(qkv, heads)[..., : heads.head_dim]
+        k = qkv[:, heads.queries : keys_end].reshape(len(qkv), heads.n_head_kv, heads.head_dim)
+        v = qkv[:, keys_end:].reshape(len(qkv), heads.n_head_kv, heads.value_dim)
+        if norms is not None:
+            q[...] = self.rms_norm(q, norms.q, norms.eps)
+            k[...] = self.rms_norm(k, norms.k, norms.eps)
         rotations = batch.plans.get(rope)
         if rotations is None:
             rotations = batch.plans[rope] = rope.at(batch.positions)
-        self.rope(qk, rotations, style)
-        self.kv_write(layer, qk[:, n_head:], v, batch)
-        return qk[:, :n_head]
+        self.rope(q, rotations, style)
+        self.rope(k, rotations, style)
+        self.kv_write(layer, k, v, batch)
+        return q
 
     # ----- their parts
 
@@ -167,6 +177,12 @@ class NumpyOps:
         np.divide(gate, y, out=y)
         return np.multiply(y, up, out=y)
 
+    def gate(self, y: Array, gates: Array) -> Array:
+        scale = np.negative(gates, out=self._like(gates.shape))
+        np.exp(scale, out=scale)
+        scale += 1
+        return np.divide(y, scale, out=scale)
+
     def check_exact(self, weight: Array) -> None:
         """Prove on one big weight that exact mode holds with this BLAS.
 
@@ -184,6 +200,11 @@ class NumpyOps:
 
     def _like(self, shape: tuple[int, ...]) -> Array:
         return self.memory.empty(shape)
+
+
+def _queries(qkv: Array, heads: Heads) -> Array:
+    """The queries [n, H, D], or [n, H, 2 D] with their gates, as a view."""
+    return qkv[:, : heads.queries].reshape(len(qkv), heads.n_head, -1)
 
 
 def blas_name() -> str:

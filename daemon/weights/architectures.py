@@ -6,10 +6,11 @@ Tensor names and shapes are GGUF's (innermost dimension first).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from slotd.daemon.weights.delta_net import DeltaNet, check_rope_sections, delta_net_tensors, read_delta_net
+from slotd.daemon.weights.keys import Keys
 from slotd.protocol.errors import ModelError
 from slotd.protocol.gguf_header import Header
 from slotd.protocol.gguf_vocabulary import TOKENS_KEY, Vocabulary, read_vocabulary
@@ -29,6 +30,7 @@ class HyperParameters:
     Attributes:
         arch: ``general.architecture``.
         n_layer: number of blocks that are computed.
+        n_nextn: number of blocks behind them that guess further tokens (MTP); they are left out.
         n_embd: width of the residual stream.
         n_ff: width of the feed-forward layer.
         n_head: query heads.
@@ -46,6 +48,8 @@ class HyperParameters:
         eos_id: end of text, None when the file names none.
         add_bos: whether a prompt starts with bos_id.
         stop_ids: ids that end an answer.
+        fused_qkv: attention layers whose q, k and v are one tensor in the file.
+        delta_net: the recurrent layers; None when all have attention.
     """
 
     arch: str
@@ -67,6 +71,20 @@ class HyperParameters:
     eos_id: int | None
     add_bos: bool
     stop_ids: frozenset[int]
+    n_nextn: int = 0
+    fused_qkv: frozenset[int] = frozenset()
+    delta_net: DeltaNet | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that have K/V, ascending; in pages they are counted without the others."""
+        recurrent = self.delta_net.layers if self.delta_net is not None else ()
+        return tuple(layer for layer in range(self.n_layer) if layer not in recurrent)
+
+    def qkv_names(self, layer: int) -> tuple[str, ...]:
+        """The tensors that hold q, k and v of an attention layer, in this order."""
+        parts = ("attn_qkv",) if layer in self.fused_qkv else ("attn_q", "attn_k", "attn_v")
+        return tuple(f"blk.{layer}.{part}.weight" for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +94,69 @@ class Architecture:
     Attributes:
         name: value of ``general.architecture``; its keys start with it.
         layer_tensors: (hyper, layer) -> tensor name without ``blk.N.`` -> shape.
+        rope_freqs: a file may have divisors of the angles.
+        hybrid: some layers are gated DeltaNet, and blocks for further tokens may follow.
     """
 
     name: str
     layer_tensors: Callable[[HyperParameters, int], Mapping[str, Shape]]
+    rope_freqs: bool = False
+    hybrid: bool = False
 
 
-def _llama_layer(h: HyperParameters, layer: int) -> Mapping[str, Shape]:
+def _attention(h: HyperParameters, layer: int, q: int) -> Mapping[str, Shape]:
+    k, v = h.n_head_kv * h.head_dim, h.n_head_kv * h.value_dim
+    output = {"attn_output.weight": (h.n_head * h.value_dim, h.n_embd)}
+    if layer in h.fused_qkv:
+        return {"attn_qkv.weight": (h.n_embd, q + k + v), **output}
+    shapes = {"attn_q": (h.n_embd, q), "attn_k": (h.n_embd, k), "attn_v": (h.n_embd, v)}
+    return {**{f"{name}.weight": shape for name, shape in shapes.items()}, **output}
+
+
+def _feed_forward(h: HyperParameters) -> Mapping[str, Shape]:
     return {
-        "attn_norm.weight": (h.n_embd,),
-        "attn_q.weight": (h.n_embd, h.n_head * h.head_dim),
-        "attn_k.weight": (h.n_embd, h.n_head_kv * h.head_dim),
-        "attn_v.weight": (h.n_embd, h.n_head_kv * h.value_dim),
-        "attn_output.weight": (h.n_head * h.value_dim, h.n_embd),
-        "ffn_norm.weight": (h.n_embd,),
         "ffn_gate.weight": (h.n_embd, h.n_ff),
         "ffn_up.weight": (h.n_embd, h.n_ff),
         "ffn_down.weight": (h.n_ff, h.n_embd),
     }
 
 
+def _llama_layer(h: HyperParameters, layer: int) -> Mapping[str, Shape]:
+    norms = {"attn_norm.weight": (h.n_embd,), "ffn_norm.weight": (h.n_embd,)}
+    return {**norms, **_attention(h, layer, h.n_head * h.head_dim), **_feed_forward(h)}
+
+
+def _head_norms(h: HyperParameters) -> Mapping[str, Shape]:
+    return {"attn_q_norm.weight": (h.head_dim,), "attn_k_norm.weight": (h.head_dim,)}
+
+
+def _qwen3_layer(h: HyperParameters, layer: int) -> Mapping[str, Shape]:
+    return {**_llama_layer(h, layer), **_head_norms(h)}
+
+
+def _qwen35_layer(h: HyperParameters, layer: int) -> Mapping[str, Shape]:
+    norms = {"attn_norm.weight": (h.n_embd,), "post_attention_norm.weight": (h.n_embd,)}
+    assert h.delta_net is not None
+    if layer in h.delta_net.layers:
+        return {**norms, **delta_net_tensors(h.n_embd, h.delta_net), **_feed_forward(h)}
+    attention = _attention(h, layer, 2 * h.n_head * h.head_dim)  # each query with its gate
+    return {**norms, **attention, **_head_norms(h), **_feed_forward(h)}
+
+
+#: What a block that guesses further tokens has beside an attention layer, each optional.
+_NEXTN = ("eh_proj", "enorm", "hnorm", "shared_head_norm", "embed_tokens", "shared_head_head")
+
 ARCHITECTURES: Mapping[str, Architecture] = {
-    entry.name: entry for entry in (Architecture("llama", _llama_layer),)
+    entry.name: entry
+    for entry in (
+        Architecture("llama", _llama_layer, rope_freqs=True),
+        Architecture("qwen3", _qwen3_layer),
+        Architecture("qwen35", _qwen35_layer, hybrid=True),
+    )
 }
+
+#: Mixtures of experts with a name of their own.
+_EXPERTS = frozenset({"qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen3next", "qwen35moe"})
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -109,7 +167,8 @@ def architecture_of(header: Header) -> Architecture:
     name = header.string("general.architecture")
     if name not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
-        raise ModelError(f"{header.name}: architecture {name!r} is not supported (supported: {supported})")
+        what = f"architecture {name!r}{' (mixture of experts)' if name in _EXPERTS else ''}"
+        raise ModelError(f"{header.name}: {what} is not supported (supported: {supported})")
     return ARCHITECTURES[name]
 
 
@@ -119,18 +178,21 @@ def read_hyper_parameters(header: Header) -> HyperParameters:
     Raises:
         ModelError: a key is missing, of the wrong type, out of range, or asks for something unsupported.
     """
-    arch = architecture_of(header).name
+    entry = architecture_of(header)
+    arch = entry.name
     _refuse_unsupported_keys(header, arch)
-    keys = _Keys(header, arch)
+    keys = Keys(header, arch)
+    n_layer, n_nextn = _count_blocks(keys, entry)
     n_embd = keys.positive("embedding_length")
     n_head = keys.positive("attention.head_count")
     # Without keys of their own the heads share the width; where they cannot, the keys are required.
     shared = n_embd // n_head if n_embd % n_head == 0 else None
     head_dim = keys.positive("attention.key_length", shared)
     vocabulary = read_vocabulary(header)
+    delta_net = read_delta_net(keys, n_layer, n_nextn) if entry.hybrid else None
     hyper = HyperParameters(
         arch=arch,
-        n_layer=keys.positive("block_count"),
+        n_layer=n_layer,
         n_embd=n_embd,
         n_ff=keys.positive("feed_forward_length"),
         n_head=n_head,
@@ -141,15 +203,22 @@ def read_hyper_parameters(header: Header) -> HyperParameters:
         n_ctx_train=keys.positive("context_length"),
         rope_base=keys.positive_number("rope.freq_base", 10_000.0),
         rope_dims=keys.positive("rope.dimension_count", head_dim),
-        rope_freqs=ROPE_FREQS in header.tensors,
+        rope_freqs=entry.rope_freqs and ROPE_FREQS in header.tensors,
         rms_eps=keys.positive_number("attention.layer_norm_rms_epsilon"),
         tied=OUTPUT not in header.tensors,
         bos_id=vocabulary.bos_id,
         eos_id=vocabulary.eos_id,
         add_bos=vocabulary.add_bos,
         stop_ids=vocabulary.stop_ids,
+        n_nextn=n_nextn,
+        fused_qkv=_fused_layers(header, n_layer, delta_net),
+        delta_net=delta_net,
     )
     _check_relations(header, hyper)
+    if entry.hybrid:
+        check_rope_sections(keys, hyper.rope_dims)
+        if hyper.value_dim != hyper.head_dim:  # a gate is as wide as its query
+            raise keys.refuse("attention.value_length", hyper.value_dim, f"it must be {hyper.head_dim}")
     return hyper
 
 
@@ -167,12 +236,26 @@ def expected_tensors(hyper: HyperParameters) -> dict[str, Shape]:
     return shapes
 
 
+def left_out(header: Header, hyper: HyperParameters) -> frozenset[str]:
+    """Tensors of the file that belong to blocks which are not computed: those that guess further tokens."""
+    mixer = {**_attention(hyper, hyper.n_layer, 0), **_head_norms(hyper), **_feed_forward(hyper)}
+    parts = {*mixer, "attn_qkv.weight", "attn_norm.weight", "post_attention_norm.weight"}
+    parts |= {f"nextn.{part}.weight" for part in _NEXTN}
+    blocks = range(hyper.n_layer, hyper.n_layer + hyper.n_nextn)
+    return frozenset(
+        name
+        for name in (f"blk.{block}.{part}" for block in blocks for part in parts)
+        if name in header.tensors
+    )
+
+
 def check_tensors(header: Header, hyper: HyperParameters) -> None:
     """Raises ModelError unless the file has exactly the expected tensors, each in its shape."""
     expected = expected_tensors(hyper)
+    known = expected.keys() | left_out(header, hyper)
     for name in header.tensors:
-        if name not in expected:
-            _refuse_extra(header, name, expected)
+        if name not in known:
+            _refuse_extra(header, name, known, len(expected))
     missing = [name for name in expected if name not in header.tensors]
     if missing:
         raise ModelError(
@@ -186,31 +269,6 @@ def check_tensors(header: Header, hyper: HyperParameters) -> None:
 
 
 # ----- keys
-
-
-class _Keys:
-    """Typed, range-checked access to the keys of one architecture."""
-
-    # Far above any model, and low enough that no product of three of them passes 2**63.
-    LIMIT = 2**31 - 1
-
-    def __init__(self, header: Header, arch: str) -> None:
-        self.header = header
-        self.arch = arch
-
-    def positive(self, suffix: str, default: int | None = None) -> int:
-        value = self.header.integer(f"{self.arch}.{suffix}", default)
-        if not 1 <= value <= self.LIMIT:
-            raise ModelError(
-                f"{self.header.name}: key {self.arch}.{suffix} is {value}, the limit is 1 to {self.LIMIT}"
-            )
-        return value
-
-    def positive_number(self, suffix: str, default: float | None = None) -> float:
-        value = self.header.number(f"{self.arch}.{suffix}", default)
-        if not (math.isfinite(value) and value > 0):
-            raise ModelError(f"{self.header.name}: key {self.arch}.{suffix} is {value}, it must be above 0")
-        return value
 
 
 #: Keys that change the computation in ways that are not supported, and the value that means "not used".
@@ -250,12 +308,33 @@ def _refuse_unsupported_keys(header: Header, arch: str) -> None:
         )
 
 
+def _count_blocks(keys: Keys, entry: Architecture) -> tuple[int, int]:
+    """Blocks that are computed, and those behind them that guess further tokens. The key counts both."""
+    n_blocks, n_nextn = keys.positive("block_count"), keys.count("nextn_predict_layers", 0)
+    n_tensors = len(keys.header.tensors)
+    if n_blocks > n_tensors:
+        raise keys.refuse("block_count", n_blocks, f"the file has only {n_tensors} tensors")
+    if n_nextn and not entry.hybrid:
+        raise keys.refuse("nextn_predict_layers", n_nextn, "only 0 is supported")
+    if n_nextn >= n_blocks:
+        raise keys.refuse("nextn_predict_layers", n_nextn, f"it must be below block_count {n_blocks}")
+    return n_blocks - n_nextn, n_nextn
+
+
+def _fused_layers(header: Header, n_layer: int, delta_net: DeltaNet | None) -> frozenset[int]:
+    """Attention layers with one tensor for q, k and v. DeltaNet layers have a tensor of that name too."""
+    recurrent = delta_net.layers if delta_net is not None else ()
+    return frozenset(
+        i for i in range(n_layer) if i not in recurrent and f"blk.{i}.attn_qkv.weight" in header.tensors
+    )
+
+
 def _n_vocab(header: Header, vocabulary: Vocabulary) -> int:
     embedding = header.tensors.get(EMBEDDING)
     if embedding is None:
         raise ModelError(f"{header.name}: tensor {EMBEDDING} is missing")
     rows = embedding.shape[-1]
-    if len(embedding.shape) != 2 or rows > _Keys.LIMIT:
+    if len(embedding.shape) != 2 or rows > Keys.LIMIT:
         raise ModelError(f"{header.name}: tensor {EMBEDDING} has shape {list(embedding.shape)}")
     if vocabulary.n_tokens not in (None, rows):
         raise ModelError(
@@ -267,11 +346,6 @@ def _n_vocab(header: Header, vocabulary: Vocabulary) -> int:
 
 def _check_relations(header: Header, hyper: HyperParameters) -> None:
     arch = hyper.arch
-    if hyper.n_layer > len(header.tensors):
-        raise ModelError(
-            f"{header.name}: key {arch}.block_count is {hyper.n_layer}, "
-            f"the file has only {len(header.tensors)} tensors"
-        )
     if hyper.n_head % hyper.n_head_kv:
         raise ModelError(
             f"{header.name}: key {arch}.attention.head_count_kv is {hyper.n_head_kv}, "
@@ -287,16 +361,14 @@ def _check_relations(header: Header, hyper: HyperParameters) -> None:
 # ----- tensors
 
 
-def _refuse_extra(header: Header, name: str, expected: Iterable[str]) -> None:
+def _refuse_extra(header: Header, name: str, known: Iterable[str], n_expected: int) -> None:
     if name.endswith(".bias"):
         raise ModelError(f"{header.name}: tensor {name}: bias tensors are not supported")
-    if name.endswith("attn_qkv.weight"):
-        raise ModelError(f"{header.name}: tensor {name}: fused q/k/v tensors are not supported")
-    known = set(expected)
+    known = set(known)
     extra = [other for other in header.tensors if other not in known]
     raise ModelError(
         f"{header.name}: tensor {name} is not part of this model{_and_more(extra)}; "
-        f"the file has {len(header.tensors)} tensors, this model needs {len(known)}"
+        f"the file has {len(header.tensors)} tensors, this model needs {n_expected}"
     )
 
 

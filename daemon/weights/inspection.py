@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slotd.daemon.weights.architectures import HyperParameters, read_hyper_parameters
+from slotd.daemon.weights.architectures import HyperParameters, left_out, read_hyper_parameters
 from slotd.daemon.weights.kv_formats import check_kv_formats, kv_bytes_per_token, kv_format
 from slotd.daemon.weights.reader import GgufFile, check_model, open_gguf
 from slotd.protocol.errors import ConfigError, ModelError
@@ -47,8 +47,9 @@ class Memory:
         v_type: how values are stored.
         kv_per_token: keys and values of all layers for one token.
         kv: the same for `context` tokens.
-        weights: all tensors as float32.
-        total: weights and kv.
+        weights: all tensors that are computed with, as float32.
+        state: recurrent state of one sequence; 0 when all layers have attention.
+        total: weights, kv and state.
     """
 
     context: int
@@ -57,6 +58,7 @@ class Memory:
     kv_per_token: int
     kv: int
     weights: int
+    state: int
     total: int
 
 
@@ -76,6 +78,7 @@ class Inspection:
         types: totals per element type, largest in bytes first.
         runnable: whether slotd can run the model.
         reason: why not; empty when it can.
+        left_out: tensors that are not computed with: blocks that guess further tokens.
         hyper: hyper-parameters; None when they cannot be read.
         memory: what it needs; None without `hyper`.
     """
@@ -91,6 +94,7 @@ class Inspection:
     types: tuple[TypeTotal, ...]
     runnable: bool
     reason: str
+    left_out: int
     hyper: HyperParameters | None
     memory: Memory | None
 
@@ -99,6 +103,7 @@ class Inspection:
         fields = dataclasses.asdict(self)
         if self.hyper is not None:
             fields["hyper"]["stop_ids"] = sorted(self.hyper.stop_ids)
+            fields["hyper"]["fused_qkv"] = sorted(self.hyper.fused_qkv)
         return json.dumps(fields)
 
     def to_text(self) -> str:
@@ -128,6 +133,8 @@ def inspect_file(
     with open_gguf(path) as file:
         hyper, reason = _judge(file)
         parameters = file.n_parameters
+        unused = left_out(file.header, hyper) if hyper else frozenset()
+        used = parameters - sum(file.header.tensors[name].n_elements for name in unused)
         return Inspection(
             path=str(path),
             name=_text(file, "general.name"),
@@ -140,8 +147,9 @@ def inspect_file(
             types=_type_totals(file),
             runnable=not reason,
             reason=reason,
+            left_out=len(unused),
             hyper=hyper,
-            memory=_memory(hyper, parameters, ctx or hyper.n_ctx_train, k_type, v_type) if hyper else None,
+            memory=_memory(hyper, used, ctx or hyper.n_ctx_train, k_type, v_type) if hyper else None,
         )
 
 
@@ -185,6 +193,7 @@ def _memory(hyper: HyperParameters, parameters: int, context: int, k_type: str, 
     check_kv_formats(hyper, k_type, v_type)
     kv_per_token = kv_bytes_per_token(hyper, k_type, v_type)
     weights = parameters * _FLOAT32_BYTES
+    state = hyper.delta_net.state_bytes if hyper.delta_net else 0
     return Memory(
         context=context,
         k_type=k_type,
@@ -192,7 +201,8 @@ def _memory(hyper: HyperParameters, parameters: int, context: int, k_type: str, 
         kv_per_token=kv_per_token,
         kv=kv_per_token * context,
         weights=weights,
-        total=weights + kv_per_token * context,
+        state=state,
+        total=weights + kv_per_token * context + state,
     )
 
 
@@ -206,8 +216,16 @@ def _summary(inspection: Inspection) -> Iterator[str]:
     yield _line("size", f"{inspection.parameters:,} parameters, {inspection.file_bytes:,} bytes")
     if hyper := inspection.hyper:
         yield _line("layers", f"{hyper.n_layer}, width {hyper.n_embd}, feed-forward {hyper.n_ff}")
+        if net := hyper.delta_net:
+            yield _line("recurrent", f"{len(net.layers)} layers (gated DeltaNet), the others have attention")
+            heads = f"{net.n_value_heads} heads of {net.state_size}, {net.n_key_heads} for queries and keys"
+            yield _line("", f"{heads}, convolution of {net.conv_kernel}")
+        if hyper.n_nextn:
+            what = f"{hyper.n_nextn} for further tokens (MTP), {inspection.left_out} tensors: not used"
+            yield _line("blocks", what)
         heads = f"{hyper.n_head} heads of {hyper.head_dim}, {hyper.n_head_kv} for keys and values"
         yield _line("attention", heads)
+        yield _line("rope", f"base {hyper.rope_base:g}, {hyper.rope_dims} of {hyper.head_dim} numbers turned")
         stop_ids = " ".join(map(str, sorted(hyper.stop_ids))) or "none"
         yield _line("vocabulary", f"{hyper.n_vocab} tokens, stop ids {stop_ids}")
         yield _line("context", f"{hyper.n_ctx_train} tokens")
@@ -230,6 +248,8 @@ def _verdict(inspection: Inspection) -> Iterator[str]:
         yield f"    {'weights as float32':<20} {_mib(memory.weights)}"
         stored = f"K/V in {memory.k_type}/{memory.v_type}"
         yield f"    {stored:<20} {_mib(memory.kv)} ({memory.kv_per_token:,} bytes per token)"
+        if memory.state:
+            yield f"    {'recurrent state':<20} {_mib(memory.state)} for each sequence and slot"
     if inspection.runnable:
         yield "  slotd can run it"
     else:

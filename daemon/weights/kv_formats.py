@@ -59,4 +59,4 @@ def check_kv_formats(hyper: HyperParameters, k_type: str, v_type: str) -> None:
 def kv_bytes_per_token(hyper: HyperParameters, k_type: str, v_type: str) -> int:
     """Bytes of one token's K and V, all layers together, in types that `check_kv_formats` lets pass."""
     per_head = kv_format(k_type).row_bytes(hyper.head_dim) + kv_format(v_type).row_bytes(hyper.value_dim)
-    return hyper.n_layer * hyper.n_head_kv * per_head
+    return len(hyper.attention_layers) * hyper.n_head_kv * per_head

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slotd.daemon.weights.architectures import HyperParameters, check_tensors, read_hyper_parameters
+from slotd.daemon.weights.architectures import (
+    HyperParameters,
+    check_tensors,
+    expected_tensors,
+    read_hyper_parameters,
+)
 from slotd.daemon.weights.block_types import BlockType, block_type, can_dequantise, dequantise_blocks
 from slotd.daemon.weights.identity import model_identity
 from slotd.protocol.errors import ModelError
@@ -147,25 +153,33 @@ def check_model(file: GgufFile) -> HyperParameters:
     """The hyper-parameters of an open file. Raises ModelError when slotd cannot run the model."""
     hyper = read_hyper_parameters(file.header)
     check_tensors(file.header, hyper)
-    _check_types(file)
-    _check_vectors(file)
+    names = expected_tensors(hyper)
+    _check_types(file, names)
+    _check_vectors(file, names)
     return hyper
 
 
-def _check_types(file: GgufFile) -> None:
+def _check_types(file: GgufFile, names: Iterable[str]) -> None:
     """Raises ModelError when a tensor is of a type that cannot be turned into float32."""
-    for name in file.header.tensors:
+    for name in names:
         if not can_dequantise(file.block_type(name)):
             kind = file.block_type(name).name
             raise ModelError(f"{file.path}: tensor {name} has type {kind}, which cannot be dequantised")
 
 
-def _check_vectors(file: GgufFile) -> None:
+def _check_vectors(file: GgufFile, names: Iterable[str]) -> None:
     """Raises ModelError when a vector (norm weights, rope divisors) has a NaN or an infinity in it."""
-    for name, info in file.header.tensors.items():
-        if len(info.shape) > 1:
+    for name in names:
+        if len(file.header.tensors[name].shape) > 1:
             continue
-        finite = np.isfinite(file.dequantise(name))
+        values = file.dequantise(name)
+        if name.endswith(".ssm_a") and (values > 0).any():
+            index = int(np.argmax(values > 0))
+            raise ModelError(
+                f"{file.path}: tensor {name}[{index}] is {values[index]:g}, "
+                "it must be negative: the converter stores -exp(A_log)"
+            )
+        finite = np.isfinite(values)
         if not finite.all():
             index = int(np.argmin(finite))
             raise ModelError(f"{file.path}: tensor {name}[{index}] is not finite (NaN or infinity)")

@@ -74,7 +74,7 @@ def test_unsupported_arch_is_described(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf", metadata={"general.architecture": "mamba"})
     found = inspect_file(path)
     assert (found.runnable, found.arch, found.hyper, found.memory) == (False, "mamba", None, None)
-    assert found.reason == "architecture 'mamba' is not supported (supported: llama)"
+    assert found.reason == "architecture 'mamba' is not supported (supported: llama, qwen3, qwen35)"
     assert found.parameters == MATRIX_PARAMETERS + VECTOR_PARAMETERS
     assert found.to_text().endswith(f"slotd cannot run it: {found.reason}")
 
