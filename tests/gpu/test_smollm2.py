@@ -29,7 +29,7 @@ CASES: list[dict[str, Any]] = json.loads((DATA / "smollm2_greedy.json").read_tex
 MARGIN = 0.05
 
 #: What the last logits of a golden prompt may be off, by K/V on the device and what NumPy computes with.
-#: `file`: the weights of the file; `weights`: as the device has them, which is what the bound of 0.02 was set for;
+#: `file`: the weights of the file; `weights`: as the device has them, which the bound of 0.02 is meant for;
 #: `weights and rows`: its activations too, and only the order of sums and exp differ.
 BOUNDS = {
     ("f32", "weights and rows"): 0.02,
