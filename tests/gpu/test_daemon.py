@@ -118,7 +118,7 @@ def test_field_report_66_idle_weights_leave_the_device(model: Path, answers: dic
                 time.sleep(0.05)
             freed = cupy.cuda.runtime.memGetInfo()[0] - before
             print(f"idle freed {freed >> 20} MiB; {status['memory']}")
-            # The driver's figure is of all processes: it is printed. Nothing is kept back from the driver here.
+            # The driver's figure is of all processes: it is printed. Nothing is kept back from it here.
             assert (status["memory"]["live"]["weights"], status["memory"]["cached"]) == (0, 0)
             daemon.send(f"RESTORE 3 - 16 ids={','.join(map(str, ids(900)))} id=back{number}")
             done = daemon.wait_done(f"back{number}")

@@ -94,11 +94,17 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
     for (int j = 0; j < NT; ++j) {
         const int index = threadIdx.x + j * blockDim.x;
         if (index >= n * TILE_ROWS) break;
-        const int row = index / TILE_ROWS, output = tile * TILE_ROWS + index % TILE_ROWS;
-        if (output >= part.n_rows) continue;
+        int row = index / TILE_ROWS;
+        const int output = tile * TILE_ROWS + index % TILE_ROWS;
         // Both factors are powers of two: where the product stays in range, nothing is rounded.
         const float sum = __fadd_rn(total[j], slab[j]);
-        const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
+        float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
+        if (rows.paired) {  // n is even: whole warps come here
+            value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, TILE_ROWS));
+            if (row % 2) continue;
+            row /= 2;
+        }
+        if (output >= part.n_rows) continue;
         float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
         *y = out.add ? __fadd_rn(*y, value) : value;
     }

@@ -25,7 +25,8 @@ struct Rows {
     const uint4* halves;
     const float* scale;
     int n;
-    int room;  // rows that there is memory for; those behind n may hold anything
+    int room;    // rows that there is memory for; those behind n may hold anything
+    int paired;  // rows 2r and 2r + 1 are the halves of row r of x and what rounding left over: their products are added
 };
 
 struct Output {

@@ -130,14 +130,23 @@ DEVICE void multiply(const Parts& parts, const Part& part, int first_tile, const
 #pragma unroll
         for (int j = 0; j < NT; ++j)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int output = tile * TILE_ROWS + g + 8 * (e / 2);
-                const int row = column + (warp % 2) * (BLOCK_COLUMNS / 2) + 8 * j + 2 * t + e % 2;
+            for (int h = 0; h < 2; ++h) {
+                const int output = tile * TILE_ROWS + g + 8 * h;
+                const int row = column + (warp % 2) * (BLOCK_COLUMNS / 2) + 8 * j + 2 * t;
                 if (row >= rows.n || output >= part.n_rows) continue;
-                const float sum = __fadd_rn(totals[((i * NT + j) * 4 + e) * 256], slab[i][j][e]);
-                const float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
-                float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
-                *y = out.add ? __fadd_rn(*y, value) : value;
+                float value[2];
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int e = 2 * h + c;
+                    const float sum = __fadd_rn(totals[((i * NT + j) * 4 + e) * 256], slab[i][j][e]);
+                    value[c] = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row + c]);
+                }
+                float* y = out.y + static_cast<u64>(rows.paired ? row / 2 : row) * out.stride + part.first_output + output;
+                if (rows.paired) value[0] = __fadd_rn(value[0], value[1]);
+                *y = out.add ? __fadd_rn(*y, value[0]) : value[0];
+                if (rows.paired || row + 1 >= rows.n) continue;
+                y += out.stride;
+                *y = out.add ? __fadd_rn(*y, value[1]) : value[1];
             }
     }
 }
