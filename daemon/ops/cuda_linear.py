@@ -13,6 +13,15 @@ import cupy
 from slotd.daemon.ops.cuda_weights import Matrix, MatrixPart
 from slotd.daemon.ops.kernels import kernel
 
+#: Rows for which the tiles of a block take x together, through shared memory.
+TOGETHER = range(9, 33)
+
+#: Most warps of such a block, and shared memory that a block can have.
+MOST_WARPS_TOGETHER, SHARED_BYTES = 16, 227 << 10
+
+#: Bytes of x of a row and segment.
+X_BYTES = 512
+
 #: Most rows of one launch of the kernel for few rows.
 MOST_FEW_ROWS = 64
 
@@ -51,7 +60,7 @@ class _Parts(ctypes.Structure):
 class _Rows(ctypes.Structure):
     _fields_ = [
         ("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64),
-        ("n", ctypes.c_int32), ("room", ctypes.c_int32),
+        ("n", ctypes.c_int32), ("room", ctypes.c_int32), ("paired", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -97,11 +106,17 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
     for form in dict.fromkeys(part.format for part in weight.parts):
         parts = [part for part in weight.parts if part.format == form]
         chosen = kernel(f"linear_{form.name}_{group}")
-        tiles = sum(part.n_tiles for part in parts)
-        warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
-        smem = 2 * warps * group * _COLUMN_STRIDE * 4
-        args = (_parts(parts, weight), rows, output)
-        chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
+        tiles = tuple(part.n_tiles for part in parts)
+        if group in TOGETHER:
+            block = block_for(tiles, weight.n_segments, form.tile_bytes, group)
+            args = (_parts(parts, weight), rows, output, block.tiles)
+            chosen.launch(block.count, block.warps * WARP, args, smem=block.shared_bytes, pdl=True)
+        else:
+            warps = warps_for(sum(tiles), weight.n_segments, chosen.registers, chosen.most_threads // WARP)
+            smem = 2 * warps * group * _COLUMN_STRIDE * 4
+            chosen.launch(
+                sum(tiles), warps * WARP, (_parts(parts, weight), rows, output), smem=smem, pdl=True
+            )
 
 
 def linear_prompt(rows: _Rows, weight: Matrix, output: _Output) -> None:
@@ -129,6 +144,52 @@ def warps_for(n_tiles: int, n_segments: int, registers: int, most: int) -> int:
         return waves * -(-n_segments // warps), warps
 
     return min(range(LEAST_WARPS, most + 1), key=cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Blocks whose tiles take x together.
+
+    Attributes:
+        tiles: of a block.
+        segments: of a turn; so many warps have a tile.
+        group: columns of the kernel.
+        count: blocks.
+    """
+
+    tiles: int
+    segments: int
+    group: int
+    count: int
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return self.tiles * self.segments
+
+    @property
+    def shared_bytes(self) -> int:
+        """Two turns of x and of sums."""
+        return 2 * self.group * (self.segments * X_BYTES + self.warps * _COLUMN_STRIDE * 4)
+
+    def cost(self, n_segments: int, tile_bytes: int) -> tuple[int, int]:
+        """Bytes that the busiest multiprocessor takes from the second-level cache; equal ones by warps."""
+        turn = self.segments * (self.tiles * tile_bytes + self.group * X_BYTES)
+        return -(-self.count // multiprocessors()) * -(-n_segments // self.segments) * turn, self.warps
+
+
+@lru_cache(maxsize=256)
+def block_for(n_tiles: tuple[int, ...], n_segments: int, tile_bytes: int, group: int) -> Block:
+    """Tiles and segments of a block: the fewest bytes for the busiest multiprocessor. All give the same sums."""
+    found = [
+        Block(tiles, segments, group, sum(-(-n // tiles) for n in n_tiles))
+        for segments in range(LEAST_WARPS, MOST_WARPS_TOGETHER + 1)
+        for tiles in range(1, MOST_WARPS_TOGETHER // segments + 1)
+    ]
+    return min(
+        (block for block in found if block.shared_bytes <= SHARED_BYTES),
+        key=lambda block: block.cost(n_segments, tile_bytes),
+    )
 
 
 @lru_cache(maxsize=1)

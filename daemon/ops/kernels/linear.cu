@@ -1,4 +1,4 @@
-// y = x W^T for at most 64 rows of x: a block owns one tile of 16 outputs, its warps share the segments of k.
+// y = x W^T for at most 64 rows of x: the warps of a block share the segments of k of some tiles of 16 outputs.
 //
 // The sum over k has one order for every shape of launch: inside a segment of 256 the tensor core folds
 // the steps in their order (weight_tiles.cuh), segments are added left to right inside slabs of eight counted from k = 0,
@@ -7,13 +7,117 @@
 
 constexpr int COLUMN_STRIDE = 20;  // floats of a column's 16 sums in shared memory: no bank twice
 
-// Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE].
+// The sums of one segment: of 16 outputs (h) and NT * 8 columns.
+template <int NT>
+DEVICE void store_sums(float* to, const float (&d)[NT][4], int g, int t) {
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+        float* at = to + (8 * j + 2 * t) * COLUMN_STRIDE + g;
+        at[0] = d[j][0];
+        at[COLUMN_STRIDE] = d[j][1];
+        at[8] = d[j][2];
+        at[COLUMN_STRIDE + 8] = d[j][3];
+    }
+}
+
+// The tile that a warp holds times the segment's x, and the next tile on its way. x: [w][room][4] from this lane's t on.
+template <int FORMAT, int NT>
+DEVICE void multiply_segment(float (&d)[NT][4], Lane<FORMAT>& held, const uint4* x, int room, const int (&column)[NT],
+                             const u8* next, bool more, int lane) {
+#pragma unroll
+    for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
+    Scales scales;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) {
+        if (w % 4 == 0) scales = scales_of<FORMAT>(held, w / 4);
+        uint4 b[NT];
+#pragma unroll
+        for (int j = 0; j < NT; ++j) b[j] = x[(w * room + column[j]) * 4];
+        u32 a[4];
+        step_halves<FORMAT>(a, held, scales, w, 0);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].x);
+        step_halves<FORMAT>(a, held, scales, w, 1);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].z);
+        // The last use of these registers: the next tile's bytes are under way while this one is finished.
+        if (w == 3 && more) {
+            held.load_chunks(next, lane, 0, FORMAT == F16 ? 4 : 2);
+            if constexpr (FORMAT == F16) held.load_chunks(next, lane, 1, 4);
+        }
+        if (w == 7 && more) {
+            held.load_chunks(next, lane, FORMAT == F16 ? 2 : 1, FORMAT == F16 ? 4 : 2);
+            if constexpr (FORMAT == F16) held.load_chunks(next, lane, 3, 4);
+            held.load_scales(next, lane);
+        }
+    }
+}
+
+// The sums that a thread adds up: number `index` of a block is output index % 16 of row index / 16 % n of tile index / 16 / n.
+// Sums lie as [tile][segment][NT * 8][COLUMN_STRIDE], a tile's segments are those of a turn.
+template <int NT>
+struct Totals {
+    static constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE;
+    float slab[NT], total[NT];
+    int place[NT];  // of the first segment; -1: there is no such sum
+
+    DEVICE Totals(int n, int n_tiles, int of_turn) {
+#pragma unroll
+        for (int k = 0; k < NT; ++k) {
+            const int index = threadIdx.x + k * blockDim.x;
+            slab[k] = total[k] = 0.0f;
+            place[k] = index >= n_tiles * n * TILE_ROWS ? -1
+                : index / (n * TILE_ROWS) * of_turn * OF_ONE + index / TILE_ROWS % n * COLUMN_STRIDE + index % TILE_ROWS;
+        }
+    }
+
+    // Segments first .. first + count - 1.
+    DEVICE void add(const float* sums, int first, int count) {
+#pragma unroll
+        for (int k = 0; k < NT; ++k) {
+            if (place[k] < 0) break;
+            const float* from = sums + place[k];
+            for (int i = 0; i < count; ++i) {
+                slab[k] = __fadd_rn(slab[k], from[i * OF_ONE]);
+                if ((first + i) % SLAB == SLAB - 1) {
+                    total[k] = __fadd_rn(total[k], slab[k]);
+                    slab[k] = 0.0f;
+                }
+            }
+        }
+    }
+
+    DEVICE void store(const Part& part, int first_tile, int n_tiles, const Rows& rows, const Output& out) {
+        const int n = rows.n;
+#pragma unroll
+        for (int k = 0; k < NT; ++k) {
+            const int index = threadIdx.x + k * blockDim.x;
+            if (index >= n_tiles * n * TILE_ROWS) break;
+            int row = index / TILE_ROWS % n;
+            const int output = (first_tile + index / (n * TILE_ROWS)) * TILE_ROWS + index % TILE_ROWS;
+            const bool real = output < part.n_rows;
+            // Both factors are powers of two: where the product stays in range, nothing is rounded.
+            const float sum = __fadd_rn(total[k], slab[k]);
+            float value = real ? __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]) : 0.0f;
+            if (rows.paired) {  // n is even: whole warps come here
+                value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, TILE_ROWS));
+                if (row % 2) continue;
+                row /= 2;
+            }
+            if (!real) continue;
+            float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
+            *y = out.add ? __fadd_rn(*y, value) : value;
+        }
+    }
+};
+
+// A block has one tile, its warps take x from global memory. Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE].
 template <int FORMAT, int NT>
 DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
     extern __shared__ float sums[];
     using L = Layout<FORMAT>;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
-    const int g = lane / 4, t = lane % 4, n = rows.n, room = rows.room, n_segments = parts.n_segments;
+    const int g = lane / 4, t = lane % 4, room = rows.room, n_segments = parts.n_segments;
     const u8* tiles = part.tiles + static_cast<u64>(tile) * n_segments * L::BYTES;
 
     Lane<FORMAT> held;
@@ -23,95 +127,87 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
 
     int column[NT];
 #pragma unroll
-    for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, n - 1);
-    float slab[NT], total[NT];  // of the sums that this thread adds up: a block has at least 128 threads
-#pragma unroll
-    for (int j = 0; j < NT; ++j) slab[j] = total[j] = 0.0f;
-
-    constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE;
+    for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, rows.n - 1);
+    Totals<NT> totals(rows.n, 1, n_warps);
+    constexpr int OF_ONE = Totals<NT>::OF_ONE;
     for (int first = 0, half = 0; first < n_segments; first += n_warps, half ^= 1) {
         float* turn = sums + half * n_warps * OF_ONE;
         const int segment = first + warp;
         if (segment < n_segments) {
             float d[NT][4];
-#pragma unroll
-            for (int j = 0; j < NT; ++j) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
-            const uint4* x = rows.halves + static_cast<u64>(segment) * 8 * room * 4 + t;
-            const u8* next = tiles + static_cast<u64>(segment + n_warps) * L::BYTES;
-            const bool more = segment + n_warps < n_segments;
-            Scales scales;
-#pragma unroll
-            for (int w = 0; w < 8; ++w) {
-                if (w % 4 == 0) scales = scales_of<FORMAT>(held, w / 4);
-                uint4 b[NT];
-#pragma unroll
-                for (int j = 0; j < NT; ++j) b[j] = x[(w * room + column[j]) * 4];
-                u32 a[4];
-                step_halves<FORMAT>(a, held, scales, w, 0);
-#pragma unroll
-                for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].x);
-                step_halves<FORMAT>(a, held, scales, w, 1);
-#pragma unroll
-                for (int j = 0; j < NT; ++j) mma_m16n8k16(d[j], a, &b[j].z);
-                // The last use of these registers: the next tile's bytes are under way while this one is finished.
-                if (w == 3 && more) {
-                    held.load_chunks(next, lane, 0, FORMAT == F16 ? 4 : 2);
-                    if constexpr (FORMAT == F16) held.load_chunks(next, lane, 1, 4);
-                }
-                if (w == 7 && more) {
-                    held.load_chunks(next, lane, FORMAT == F16 ? 2 : 1, FORMAT == F16 ? 4 : 2);
-                    if constexpr (FORMAT == F16) held.load_chunks(next, lane, 3, 4);
-                    held.load_scales(next, lane);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                float* to = turn + warp * OF_ONE + (8 * j + 2 * t) * COLUMN_STRIDE + g;
-                to[0] = d[j][0];
-                to[COLUMN_STRIDE] = d[j][1];
-                to[8] = d[j][2];
-                to[COLUMN_STRIDE + 8] = d[j][3];
-            }
+            multiply_segment<FORMAT, NT>(d, held, rows.halves + static_cast<u64>(segment) * 8 * room * 4 + t, room, column,
+                                         tiles + static_cast<u64>(segment + n_warps) * L::BYTES,
+                                         segment + n_warps < n_segments, lane);
+            store_sums<NT>(turn + warp * OF_ONE, d, g, t);
         }
         __syncthreads();
         // Everybody adds some outputs up, segments in order. The other half of `sums` is free meanwhile.
-        const int count = min(n_warps, n_segments - first);
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-            const int index = threadIdx.x + j * blockDim.x;
-            if (index >= n * TILE_ROWS) break;
-            const float* from = turn + (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
-            for (int i = 0; i < count; ++i) {
-                slab[j] = __fadd_rn(slab[j], from[i * OF_ONE]);
-                if ((first + i) % SLAB == SLAB - 1) {
-                    total[j] = __fadd_rn(total[j], slab[j]);
-                    slab[j] = 0.0f;
-                }
-            }
-        }
+        totals.add(turn, first, min(n_warps, n_segments - first));
     }
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        const int index = threadIdx.x + j * blockDim.x;
-        if (index >= n * TILE_ROWS) break;
-        int row = index / TILE_ROWS;
-        const int output = tile * TILE_ROWS + index % TILE_ROWS;
-        // Both factors are powers of two: where the product stays in range, nothing is rounded.
-        const float sum = __fadd_rn(total[j], slab[j]);
-        float value = __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]);
-        if (rows.paired) {  // n is even: whole warps come here
-            value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, TILE_ROWS));
-            if (row % 2) continue;
-            row /= 2;
-        }
-        if (output >= part.n_rows) continue;
-        float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
-        *y = out.add ? __fadd_rn(*y, value) : value;
-    }
+    totals.store(part, tile, 1, rows, out);
 }
 
-// One entry for each format and number of 8-row groups of x. A block has at least 4 warps, the parts
-// of a launch have one format.
+// x of segments first .. first + count - 1 into shared memory, [segment][w][NT * 8][4].
+template <int NT>
+DEVICE void fill(uint4* to, const Rows& rows, int first, int count) {
+    for (int step = threadIdx.x / WARP; step < count * 8; step += blockDim.x / WARP)
+        for (int i = threadIdx.x % WARP; i < rows.n * 4; i += WARP)
+            cp_async16(to + step * NT * 8 * 4 + i, rows.halves + (static_cast<u64>(first * 8 + step) * rows.room * 4 + i));
+    cp_async_commit();
+}
+
+// A block has `n_tiles` tiles and as many groups of warps, which take x of a segment together through shared memory:
+// from 16 rows on, x from the second-level cache is most of what a tile needs. Shared memory holds
+// x [2][segments][8][NT * 8][4], then sums [2][n_tiles][segments][NT * 8][COLUMN_STRIDE]; `segments` are those of a turn.
+template <int FORMAT, int NT>
+DEVICE void multiply_together(const Parts& parts, const Part& part, int first_tile, int n_tiles, const Rows& rows,
+                              const Output& out) {
+    extern __shared__ uint4 memory[];
+    using L = Layout<FORMAT>;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, of_turn = blockDim.x / WARP / n_tiles;
+    const int g = lane / 4, t = lane % 4, n_segments = parts.n_segments;
+    const int own = warp / of_turn, place = warp % of_turn;
+    // A tile behind the last one is computed from the last one and not stored.
+    const u8* tiles = part.tiles + static_cast<u64>(min(first_tile + own, part.n_tiles - 1)) * n_segments * L::BYTES;
+    constexpr int X_OF_ONE = 8 * NT * 8 * 4, OF_ONE = Totals<NT>::OF_ONE;
+    float* sums = reinterpret_cast<float*>(memory + 2 * of_turn * X_OF_ONE);
+
+    Lane<FORMAT> held;
+    if (place < n_segments) held.load(tiles + static_cast<u64>(place) * L::BYTES, lane);
+    pdl_wait();
+    pdl_launch();
+    fill<NT>(memory, rows, 0, min(of_turn, n_segments));
+
+    int column[NT];
+#pragma unroll
+    for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, rows.n - 1);
+    Totals<NT> totals(rows.n, n_tiles, of_turn);
+    int first = 0, half = 0;
+    for (; first < n_segments; first += of_turn, half ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();  // x of this turn and the sums of the last one are there, what they replace was read
+        if (first + of_turn < n_segments)
+            fill<NT>(memory + (half ^ 1) * of_turn * X_OF_ONE, rows, first + of_turn,
+                     min(of_turn, n_segments - first - of_turn));
+        if (first > 0)
+            totals.add(sums + (half ^ 1) * n_tiles * of_turn * OF_ONE, first - of_turn, of_turn);
+        const int segment = first + place;
+        if (segment < n_segments) {
+            float d[NT][4];
+            multiply_segment<FORMAT, NT>(d, held, memory + (half * of_turn + place) * X_OF_ONE + t, NT * 8, column,
+                                         tiles + static_cast<u64>(segment + of_turn) * L::BYTES,
+                                         segment + of_turn < n_segments, lane);
+            store_sums<NT>(sums + (half * n_tiles * of_turn + warp) * OF_ONE, d, g, t);
+        }
+    }
+    __syncthreads();
+    first -= of_turn;
+    totals.add(sums + (half ^ 1) * n_tiles * of_turn * OF_ONE, first, n_segments - first);
+    totals.store(part, first_tile, min(n_tiles, part.n_tiles - first_tile), rows, out);
+}
+
+// One entry for each format and number of 8-row groups of x. A tile has at least 4 warps, the parts of a launch have one
+// format; a block's tiles are of one part.
 #define ENTRY(NAME, FORMAT, N, THREADS, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                             \
         linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out) {         \
@@ -120,18 +216,26 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
         multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out);                                       \
     }
 
-#define ENTRIES(NAME, FORMAT, THREADS_8, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
-    ENTRY(NAME, FORMAT, 8, THREADS_8, BLOCKS_8)                          \
-    ENTRY(NAME, FORMAT, 16, 256, BLOCKS_16)                              \
-    ENTRY(NAME, FORMAT, 24, 256, BLOCKS_24)                              \
-    ENTRY(NAME, FORMAT, 32, 256, BLOCKS_24)                              \
+#define ENTRY_TOGETHER(NAME, FORMAT, N)                                                                             \
+    extern "C" __global__ void __launch_bounds__(512)                                                               \
+        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out, int n_tiles) {  \
+        int block = blockIdx.x, p = 0, blocks;                                                                      \
+        for (; blocks = (parts.part[p].n_tiles + n_tiles - 1) / n_tiles, block >= blocks; ++p) block -= blocks;     \
+        multiply_together<FORMAT, N / 8>(parts, parts.part[p], block * n_tiles, n_tiles, rows, out);                \
+    }
+
+#define ENTRIES(NAME, FORMAT, THREADS_8, BLOCKS_8) \
+    ENTRY(NAME, FORMAT, 8, THREADS_8, BLOCKS_8)   \
+    ENTRY_TOGETHER(NAME, FORMAT, 16)              \
+    ENTRY_TOGETHER(NAME, FORMAT, 24)              \
+    ENTRY_TOGETHER(NAME, FORMAT, 32)              \
     ENTRY(NAME, FORMAT, 64, 256, 1)
 
-ENTRIES(u4_h32, U4_H32, 320, 3, 3, 2)
-ENTRIES(u4_k32, U4_K32, 320, 3, 3, 2)
-ENTRIES(u5_h32, U5_H32, 320, 3, 3, 2)
-ENTRIES(u5_k32, U5_K32, 256, 3, 3, 2)
-ENTRIES(u6_s16, U6_S16, 256, 3, 2, 2)
-ENTRIES(u4_h16, U4_H16, 320, 3, 3, 2)
-ENTRIES(u8_h32, U8_H32, 320, 2, 2, 2)
-ENTRIES(f16, F16, 320, 2, 2, 1)
+ENTRIES(u4_h32, U4_H32, 320, 3)
+ENTRIES(u4_k32, U4_K32, 320, 3)
+ENTRIES(u5_h32, U5_H32, 320, 3)
+ENTRIES(u5_k32, U5_K32, 256, 3)
+ENTRIES(u6_s16, U6_S16, 256, 3)
+ENTRIES(u4_h16, U4_H16, 320, 3)
+ENTRIES(u8_h32, U8_H32, 320, 2)
+ENTRIES(f16, F16, 320, 2)
