@@ -55,7 +55,9 @@ class _Rows(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Output(ctypes.Structure):
+class Output(ctypes.Structure):
+    """Where products go: address, floats from one row to the next, whether to add."""
+
     _fields_ = [("y", ctypes.c_uint64), ("stride", ctypes.c_int32), ("add", ctypes.c_int32)]
 
 
@@ -84,14 +86,14 @@ def room_for(n: int) -> int:
 def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
     """y = x weight^T, or y += it. y: float32 [x.n, weight.n_out], rows contiguous."""
     rows = _Rows(x.halves.data.ptr, x.scale.data.ptr, x.n, x.room)
-    output = _Output(y.data.ptr, y.strides[0] // 4, int(add))
+    output = Output(y.data.ptr, y.strides[0] // 4, int(add))
     if x.n > MOST_FEW_ROWS:
         linear_prompt(rows, weight, output)
     else:
         linear(rows, weight, output)
 
 
-def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
+def linear(rows: _Rows, weight: Matrix, output: Output) -> None:
     """The product for at most 64 rows: one launch for each format of the weight."""
     group = next(group for group in _ROW_GROUPS if group >= rows.n)
     for form in dict.fromkeys(part.format for part in weight.parts):
@@ -100,15 +102,15 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
         smem = 2 * warps * group * _COLUMN_STRIDE * 4
-        args = (_parts(parts, weight), rows, output)
+        args = (parts_of(parts, weight), rows, output)
         chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
 
 
-def linear_prompt(rows: _Rows, weight: Matrix, output: _Output) -> None:
+def linear_prompt(rows: _Rows, weight: Matrix, output: Output) -> None:
     """The product for any number of rows, `rows.room` of them a multiple of 128: one launch for each part."""
     for part in weight.parts:
         grid = (rows.room // PROMPT_COLUMNS, -(-part.n_tiles // PROMPT_TILES))
-        args = (_parts([part], weight), rows, output)
+        args = (parts_of([part], weight), rows, output)
         kernel(f"linear_prompt_{part.format.name}").launch(
             grid, PROMPT_THREADS, args, smem=PROMPT_SHARED, pdl=True
         )
@@ -138,7 +140,8 @@ def multiprocessors() -> int:
     return int(properties["multiProcessorCount"])
 
 
-def _parts(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:
+def parts_of(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:
+    """Parts of a weight as the kernels take them."""
     listed = list(parts)
     entries = [
         _Part(p.tiles.data.ptr, p.row_scale.data.ptr, p.format.number, p.n_tiles, p.rows, p.first)

@@ -15,7 +15,7 @@ import numpy as np
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops import cuda_prepare
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
-from slotd.daemon.ops.cuda_linear import multiply
+from slotd.daemon.ops.cuda_linear_q8 import multiply_rows, row_kind
 from slotd.daemon.ops.cuda_prepare import Picked
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
 from slotd.daemon.ops.interface import Heads, RopeStyle
@@ -55,12 +55,14 @@ class CudaOps:
 
     Args:
         memory: the ledger of the device.
+        math: exact, or q8: rows of eight-bit whole numbers where the weight has whole numbers too.
     """
 
     loaders = 1  # one stream, and the copies fill the bus
 
-    def __init__(self, memory: Ledger) -> None:
+    def __init__(self, memory: Ledger, math: str = "exact") -> None:
         self.memory = memory
+        self.math = math
         self._loader: WeightLoader | None = None
 
     # ----- weights
@@ -99,16 +101,18 @@ class CudaOps:
         return cuda_prepare.embed(self.memory, tokens, table)
 
     def norm_linear(self, x: Any, norm: Any, eps: float, weight: Matrix) -> Any:
-        prepared = cuda_prepare.norm(self.memory, x, norm, eps)
+        prepared = cuda_prepare.norm(self.memory, x, norm, eps, row_kind(weight, self.math))
         y = self.memory.empty((prepared.n, weight.n_out))
-        multiply(prepared, weight, y, add=False)
+        multiply_rows(prepared, weight, y, add=False)
         return y
 
     def add_linear(self, x: Any, y: Any, weight: Matrix) -> None:
-        multiply(cuda_prepare.prepare(self.memory, y), weight, x, add=True)
+        prepared = cuda_prepare.prepare(self.memory, y, row_kind(weight, self.math))
+        multiply_rows(prepared, weight, x, add=True)
 
     def add_swiglu_linear(self, x: Any, gate_up: Any, weight: Matrix) -> None:
-        multiply(cuda_prepare.swiglu(self.memory, gate_up), weight, x, add=True)
+        prepared = cuda_prepare.swiglu(self.memory, gate_up, row_kind(weight, self.math))
+        multiply_rows(prepared, weight, x, add=True)
 
     def rope_store(
         self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall
