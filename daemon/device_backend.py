@@ -24,8 +24,6 @@ def open_backend(config: Config, faults: Faults | None) -> Backend:
             raise ConfigError(f"--math {config.math} is for CUDA devices, and this computes on the CPU")
         exact = config.exact or config.math == "exact"
         return NumpyBackend(DeviceMemory(config.memory_limit, faults), exact)
-    if config.math == "q8":
-        raise ConfigError("--math q8 is not in this version")
     from slotd.daemon.cuda_backend import CudaBackend
     from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
 

@@ -64,7 +64,9 @@ class _Rows(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Output(ctypes.Structure):
+class Output(ctypes.Structure):
+    """Where products go: address, floats from one row to the next, whether to add."""
+
     _fields_ = [("y", ctypes.c_uint64), ("stride", ctypes.c_int32), ("add", ctypes.c_int32)]
 
 
@@ -93,14 +95,14 @@ def room_for(n: int) -> int:
 def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
     """y = x weight^T, or y += it. y: float32 [x.n, weight.n_out], rows contiguous."""
     rows = _Rows(x.halves.data.ptr, x.scale.data.ptr, x.n, x.room)
-    output = _Output(y.data.ptr, y.strides[0] // 4, int(add))
+    output = Output(y.data.ptr, y.strides[0] // 4, int(add))
     if x.n > MOST_FEW_ROWS:
         linear_prompt(rows, weight, output)
     else:
         linear(rows, weight, output)
 
 
-def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
+def linear(rows: _Rows, weight: Matrix, output: Output) -> None:
     """The product for at most 64 rows: one launch for each format of the weight."""
     group = next(group for group in _ROW_GROUPS if group >= rows.n)
     for form in dict.fromkeys(part.format for part in weight.parts):
@@ -109,21 +111,21 @@ def linear(rows: _Rows, weight: Matrix, output: _Output) -> None:
         tiles = tuple(part.n_tiles for part in parts)
         if group in TOGETHER:
             block = block_for(tiles, weight.n_segments, form.tile_bytes, group)
-            args = (_parts(parts, weight), rows, output, block.tiles)
+            args = (parts_of(parts, weight), rows, output, block.tiles)
             chosen.launch(block.count, block.warps * WARP, args, smem=block.shared_bytes, pdl=True)
         else:
             warps = warps_for(sum(tiles), weight.n_segments, chosen.registers, chosen.most_threads // WARP)
             smem = 2 * warps * group * _COLUMN_STRIDE * 4
             chosen.launch(
-                sum(tiles), warps * WARP, (_parts(parts, weight), rows, output), smem=smem, pdl=True
+                sum(tiles), warps * WARP, (parts_of(parts, weight), rows, output), smem=smem, pdl=True
             )
 
 
-def linear_prompt(rows: _Rows, weight: Matrix, output: _Output) -> None:
+def linear_prompt(rows: _Rows, weight: Matrix, output: Output) -> None:
     """The product for any number of rows, `rows.room` of them a multiple of 128: one launch for each part."""
     for part in weight.parts:
         grid = (rows.room // PROMPT_COLUMNS, -(-part.n_tiles // PROMPT_TILES))
-        args = (_parts([part], weight), rows, output)
+        args = (parts_of([part], weight), rows, output)
         kernel(f"linear_prompt_{part.format.name}").launch(
             grid, PROMPT_THREADS, args, smem=PROMPT_SHARED, pdl=True
         )
@@ -180,7 +182,7 @@ class Block:
 
 @lru_cache(maxsize=256)
 def block_for(n_tiles: tuple[int, ...], n_segments: int, tile_bytes: int, group: int) -> Block:
-    """Tiles and segments of a block: the fewest bytes for the busiest multiprocessor. All give the same sums."""
+    """The block whose busiest multiprocessor needs the fewest bytes. All give the same sums."""
     found = [
         Block(tiles, segments, group, sum(-(-n // tiles) for n in n_tiles))
         for segments in range(LEAST_WARPS, MOST_WARPS_TOGETHER + 1)
@@ -199,7 +201,8 @@ def multiprocessors() -> int:
     return int(properties["multiProcessorCount"])
 
 
-def _parts(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:
+def parts_of(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:
+    """Parts of a weight as the kernels take them."""
     listed = list(parts)
     entries = [
         _Part(p.tiles.data.ptr, p.row_scale.data.ptr, p.format.number, p.n_tiles, p.rows, p.first)

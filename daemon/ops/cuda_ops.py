@@ -16,7 +16,8 @@ from slotd.daemon.memory import Ledger
 from slotd.daemon.ops import cuda_prepare
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
 from slotd.daemon.ops.cuda_attention import HeadNorms as NormAddresses
-from slotd.daemon.ops.cuda_linear import Prepared, multiply
+from slotd.daemon.ops.cuda_linear import Prepared
+from slotd.daemon.ops.cuda_linear_q8 import Rows, multiply_rows, row_kind
 from slotd.daemon.ops.cuda_prepare import Picked
 from slotd.daemon.ops.cuda_unpack import Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
@@ -107,22 +108,24 @@ class CudaOps:
         return cuda_prepare.embed(self.memory, tokens, table)
 
     def norm_linear(self, x: Any, norm: Any, eps: float, weight: Matrix) -> Any:
-        prepared = cuda_prepare.norm(self.memory, x, norm, eps)
+        prepared = cuda_prepare.norm(self.memory, x, norm, eps, row_kind(weight, self.math))
         y = self.memory.empty((prepared.n, weight.n_out))
         self._multiply(prepared, weight, y, add=False)
         return y
 
     def add_linear(self, x: Any, y: Any, weight: Matrix) -> None:
-        self._multiply(cuda_prepare.prepare(self.memory, y), weight, x, add=True)
+        prepared = cuda_prepare.prepare(self.memory, y, row_kind(weight, self.math))
+        self._multiply(prepared, weight, x, add=True)
 
     def add_swiglu_linear(self, x: Any, gate_up: Any, weight: Matrix) -> None:
-        self._multiply(cuda_prepare.swiglu(self.memory, gate_up), weight, x, add=True)
+        prepared = cuda_prepare.swiglu(self.memory, gate_up, row_kind(weight, self.math))
+        self._multiply(prepared, weight, x, add=True)
 
-    def _multiply(self, x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
-        if self._cublas is not None and self._cublas.suits(x, weight):
+    def _multiply(self, x: Rows, weight: Matrix, y: Any, *, add: bool) -> None:
+        if self._cublas is not None and isinstance(x, Prepared) and self._cublas.suits(x, weight):
             self._cublas.multiply(x, weight, y, add=add)
         else:
-            multiply(x, weight, y, add=add)
+            multiply_rows(x, weight, y, add=add)
 
     def rope_store(
         self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall,

@@ -10,6 +10,7 @@ import numpy as np
 
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops.cuda_linear import Prepared, room_for
+from slotd.daemon.ops.cuda_linear_q8 import IntegerRows, RowKind, Rows, room_for_integers
 from slotd.daemon.ops.cuda_weights import TILE_COLUMNS, Matrix
 from slotd.daemon.ops.kernels import kernel
 from slotd.protocol.errors import ConfigError
@@ -44,31 +45,36 @@ def embed(memory: Ledger, tokens: Any, table: Matrix) -> Any:
     return x
 
 
-def norm(memory: Ledger, x: Any, weight: Any, eps: float) -> Prepared:
+def norm(memory: Ledger, x: Any, weight: Any, eps: float, kind: RowKind = RowKind.HALVES) -> Rows:
     """x / sqrt(mean(x^2) + eps) * weight, prepared. x: float32 [n, m] or Picked."""
     source = None
     if isinstance(x, Picked):
         x, source = x.x, x.source
     n, width = len(x if source is None else source), x.shape[1]
-    out = _room(memory, n, width)
-    _launch("norm", n, width, (x, source, x.strides[0] // 4, weight, np.float32(eps), width, _target(out)))
+    out = room(memory, kind, n, width)
+    _launch("norm", out, width, (x, source, x.strides[0] // 4, weight, np.float32(eps), width))
     return out
 
 
-def swiglu(memory: Ledger, gate_up: Any) -> Prepared:
+def swiglu(memory: Ledger, gate_up: Any, kind: RowKind = RowKind.HALVES) -> Rows:
     """silu(gate) * up, prepared. gate_up: float32 [n, 2 m], gate in the first half."""
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = _room(memory, n, width)
-    _launch("swiglu", n, width, (gate_up, width, _target(out)))
+    out = room(memory, kind, n, width)
+    _launch("swiglu", out, width, (gate_up, width))
     return out
 
 
-def prepare(memory: Ledger, x: Any) -> Prepared:
+def prepare(memory: Ledger, x: Any, kind: RowKind = RowKind.HALVES) -> Rows:
     """x as it is, prepared. x: float32 [n, m]."""
-    n, width = x.shape
-    out = _room(memory, n, width)
-    _launch("rows", n, width, (x, x.strides[0] // 4, width, _target(out)))
+    out = room(memory, kind, *x.shape)
+    prepare_into(out, x)
     return out
+
+
+def prepare_into(out: Rows, x: Any) -> None:
+    """x as it is into room made for it."""
+    width = x.shape[1]
+    _launch("rows", out, width, (x, x.strides[0] // 4, width))
 
 
 def rounds_for(width: int) -> int:
@@ -85,21 +91,45 @@ def rounds_for(width: int) -> int:
     return rounds
 
 
-def _launch(what: str, n: int, width: int, args: tuple[Any, ...]) -> None:
-    rounds = rounds_for(width)
-    warps = -(-width // (TILE_COLUMNS * rounds))
-    kernel(f"prepare_{what}_{rounds}").launch(n, warps * WARP, args, pdl=True)
+def room(memory: Ledger, kind: RowKind, n: int, width: int) -> Rows:
+    """Memory for n prepared rows."""
+    segments = -(-width // TILE_COLUMNS)
+    if kind is RowKind.HALVES:
+        n_room = room_for(n)
+        pieces = memory.empty((segments * 8 * n_room * 64,), np.uint8)
+        return Prepared(pieces, memory.empty((n_room,), np.float32), n, n_room)
+    n_room = room_for_integers(n)
+    sums16 = kind is RowKind.INTEGERS_SUMS_16
+    return IntegerRows(
+        memory.empty((segments * n_room * TILE_COLUMNS,), np.uint8),
+        memory.empty((segments * n_room * 8,), np.float32),
+        memory.empty((segments * n_room * 16,), np.float32),
+        memory.empty((segments * n_room * 32,), np.float32) if sums16 else None,
+        n,
+        n_room,
+    )
 
 
-class _Target(ctypes.Structure):
+class _Halves(ctypes.Structure):
     _fields_ = (("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("room", ctypes.c_int32))
 
 
-def _target(out: Prepared) -> _Target:
-    return _Target(out.halves.data.ptr, out.scale.data.ptr, out.room)
+class _Integers(ctypes.Structure):
+    _fields_ = (
+        ("codes", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("sums", ctypes.c_uint64),
+        ("sums16", ctypes.c_uint64), ("room", ctypes.c_int32),
+    )  # fmt: skip
 
 
-def _room(memory: Ledger, n: int, width: int) -> Prepared:
-    room, segments = room_for(n), -(-width // TILE_COLUMNS)
-    halves = memory.empty((segments * 8 * room * 64,), np.uint8)
-    return Prepared(halves, memory.empty((room,), np.float32), n, room)
+def _launch(what: str, out: Rows, width: int, args: tuple[Any, ...]) -> None:
+    rounds = rounds_for(width)
+    warps = -(-width // (TILE_COLUMNS * rounds))
+    chosen = kernel(f"prepare_{what}_{rounds if isinstance(out, Prepared) else f'q8_{rounds}'}")
+    chosen.launch(out.n, warps * WARP, (*args, _target(out)), pdl=True)
+
+
+def _target(out: Rows) -> ctypes.Structure:
+    if isinstance(out, Prepared):
+        return _Halves(out.halves.data.ptr, out.scale.data.ptr, out.room)
+    sums16 = 0 if out.sums16 is None else out.sums16.data.ptr
+    return _Integers(out.codes.data.ptr, out.scale.data.ptr, out.sums.data.ptr, sums16, out.room)

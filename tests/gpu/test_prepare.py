@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from slotd.daemon.ops import cuda_prepare
+from slotd.daemon.ops.cuda_linear_q8 import RowKind
+from tests.gpu.linear_rig import rounded
 
 WIDTHS = [64, 576, 1536, 5120, 17408]
 
@@ -64,3 +66,79 @@ def test_rows_that_are_not_finite_stay_so_and_alone(memory) -> None:
 
 def test_a_row_of_zeros(memory) -> None:
     assert not unpack(cuda_prepare.prepare(memory, cupy.zeros((2, 576), cupy.float32)), 576).any()
+
+
+def unpack_integers(rows, width, sums=True) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of the prepared rows, float64 [n, width] each. sums: check those too."""
+    segments = -(-width // 256)
+    codes = rows.codes.get().view(np.int8).reshape(segments, rows.room, 4, 4, 2, 2, 4)
+    # [segment][row][t][p][hi][upper][i] -> column 256 segment + 64 t + 32 hi + 16 upper + 4 p + i
+    codes = codes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(rows.room, -1)
+    scale = rows.scale.get().reshape(segments, rows.room // 2, 4, 2, 2)
+    scale = scale.transpose(1, 3, 0, 2, 4).reshape(rows.room, -1)
+    if sums:
+        check_sums(rows, codes.reshape(rows.room, -1, 32), scale)
+    whole, n = codes.astype(np.float64), rows.n
+    return whole[:n, :width], np.repeat(scale.astype(np.float64), 32, axis=1)[:n, :width]
+
+
+def check_sums(rows, codes, scale) -> None:
+    """Sums are scale * sum of codes in two pieces, each a float of 11 bits."""
+    segments, n = scale.shape[1] // 8, rows.n
+    pieces = rows.sums.get().reshape(segments, rows.room, 4, 2, 2)
+    assert not (pieces.view(np.uint32)[:, :n] & 0x1FFF).any()
+    sums = pieces.astype(np.float64).sum(axis=3).transpose(1, 0, 2, 3).reshape(rows.room, -1)
+    expected = codes.sum(axis=2) * scale.astype(np.float64)
+    assert (np.abs(sums - expected)[:n] <= 2.0**-20 * np.abs(expected)[:n]).all()
+    if rows.sums16 is not None:
+        pieces = rows.sums16.get().reshape(segments, rows.room, 2, 4, 4)
+        sums = pieces.astype(np.float64).sum(axis=2).transpose(1, 0, 2, 3).reshape(rows.room, -1)
+        expected = codes.reshape(rows.room, -1, 16).sum(axis=2) * np.repeat(
+            scale.astype(np.float64), 2, axis=1
+        )
+        assert (np.abs(sums - expected)[:n] <= 2.0**-20 * np.abs(expected)[:n]).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("n", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("kind", [RowKind.INTEGERS, RowKind.INTEGERS_SUMS_16])
+def test_rows_of_whole_numbers(memory, width, n, kind) -> None:
+    x = np.random.default_rng(n).standard_normal((n, width)).astype(np.float32)
+    x *= 10.0 ** np.random.default_rng(1).uniform(-6, 6, (n, 1)).astype(np.float32)
+    codes, scales = unpack_integers(cuda_prepare.prepare(memory, cupy.asarray(x), kind), width)
+    expected_codes, expected_scales = rounded(x)
+    assert np.array_equal(codes, expected_codes)
+    assert np.array_equal(scales, expected_scales)
+    assert np.abs(codes).max() == 127
+
+
+@pytest.mark.parametrize("width", [64, 576, 5120, 17408])
+def test_norm_and_gate_of_whole_numbers_are_those_of_the_rows(memory, width) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((5, width)).astype(np.float32) * 3
+    weight = rng.uniform(0.5, 2, width).astype(np.float32)
+    picked = cuda_prepare.Picked(cupy.asarray(x), cupy.array([4, 0], dtype=cupy.int32))
+    rows = cuda_prepare.norm(memory, picked, cupy.asarray(weight), 1e-5, RowKind.INTEGERS)
+    codes, scales = unpack_integers(rows, width)
+    expected = (x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5) * weight)[[4, 0]]
+    assert (np.abs(codes * scales - expected) <= 0.501 * scales).all()
+    gate_up = rng.standard_normal((5, 2 * width)).astype(np.float32) * 4
+    codes, scales = unpack_integers(
+        cuda_prepare.swiglu(memory, cupy.asarray(gate_up), RowKind.INTEGERS), width
+    )
+    gate, up = gate_up[:, :width].astype(np.float64), gate_up[:, width:]
+    assert (np.abs(codes * scales - gate / (1 + np.exp(-gate)) * up) <= 0.501 * scales).all()
+
+
+def test_groups_that_are_not_finite_or_tiny(memory) -> None:
+    x = np.ones((3, 576), np.float32)
+    x[1, 40], x[1, 70], x[1, 130] = np.nan, np.inf, 1e31
+    x[2, :32], x[2, 32:64] = 1e-31, 0
+    rows = cuda_prepare.prepare(memory, cupy.asarray(x), RowKind.INTEGERS)
+    codes, scales = unpack_integers(rows, 576, sums=False)
+    assert np.isnan(scales[1, [40, 70, 130]]).all()
+    assert not codes[1, 32:64].any()
+    assert np.isfinite(scales[1, [0, 100, 575]]).all()
+    assert not codes[2, :64].any()
+    assert not scales[2, :64].any()
+    assert (codes[0] == 127).all()

@@ -5,6 +5,8 @@
 // linear kernels read: [segment][w][row][t] of 16 bytes, columns 256 segment + 64t + 32hi + 4w + {0, 2, 1, 3} for hi = 0, 1.
 // The inverse powers of two are kept in `scale`, [row]. Lane (w = lane / 4, t = lane % 4) of a warp makes the 16 bytes of
 // (w, t). ROUNDS: segments of a warp, the first `n_warps` segments in the first round.
+//
+// Prepared as whole numbers: each 32 columns as signed bytes times a float, see Integers.
 #include "portable.cuh"
 
 constexpr int SEGMENT = 256;
@@ -16,6 +18,18 @@ struct Prepared {
     float* scale;
     int room;
 };
+
+// Where rows of whole numbers go. Group 2t + hi of a segment are the columns 64t + 32hi + 0..31.
+struct Integers {
+    uint2* codes;   // [segment][room][t][p = 0..3][hi]: columns 4p + 0..3 of the group, then 16 + 4p + 0..3
+    float2* scale;  // [segment][room / 2][t][row % 2]: of groups 2t, 2t + 1
+    uint4* sums;    // [segment][room][t]: scale * sum of the codes of groups 2t, 2t + 1, its first 11 bits; then the rest
+    uint4* sums16;  // [segment][room][first bits, the rest][t]: of the 16 columns 16j + 0..15, j = 4t .. 4t+3; or null
+    int room;       // even
+};
+
+// Groups with no number as large count as zeros; one with a larger number is not finite.
+constexpr float LEAST_PEAK = 0x1p-100f, MOST_PEAK = 0x1p100f;
 
 // The eight numbers of a lane: columns first + 0..3 (hi = 0) and first + 32 + 0..3 (hi = 1).
 struct Eight {
@@ -76,6 +90,71 @@ DEVICE void prepare(const Eight (&x)[ROUNDS], int n_segments, const Prepared& to
     }
 }
 
+// The first 11 bits of a float are exact in the tensor cores' short floats.
+DEVICE u32 first_bits(float v) { return __float_as_uint(v) & 0xffffe000u; }
+DEVICE u32 rest_bits(float v) { return first_bits(__fsub_rn(v, __uint_as_float(first_bits(v)))); }
+
+// Whole numbers of row blockIdx.x. A group's numbers lie in the eight lanes of one t.
+template <int ROUNDS>
+DEVICE void prepare(const Eight (&x)[ROUNDS], int n_segments, const Integers& to) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const int w = lane / 4, t = lane % 4;
+    const bool low = w < 4;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int segment = warp + r * n_warps;
+        if (segment >= n_segments) break;
+        float scale[2], sums[2], sums16[4];
+        u32 codes[2];
+#pragma unroll
+        for (int hi = 0; hi < 2; ++hi) {
+            const float* v = x[r].v + 4 * hi;
+            float peak = max_or_nan(max_or_nan(fabsf(v[0]), fabsf(v[1])), max_or_nan(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+            for (int step = 4; step < WARP; step *= 2) peak = max_or_nan(peak, __shfl_xor_sync(ALL_LANES, peak, step));
+            // 22 bits: three times the scale is exact, which the products count on.
+            float inverse = 0.0f;
+            scale[hi] = 0.0f;
+            if (!(peak <= MOST_PEAK)) {
+                scale[hi] = __uint_as_float(0x7fffffffu);
+            } else if (peak >= LEAST_PEAK) {
+                scale[hi] = __uint_as_float(__float_as_uint(__fdiv_rn(peak, 127.0f)) & 0xfffffffcu);
+                inverse = __fdiv_rn(1.0f, scale[hi]);
+            }
+            int sum = 0;
+            codes[hi] = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int code = __float2int_rn(__fmul_rn(v[i], inverse));
+                sum += code;
+                codes[hi] |= (static_cast<u32>(code) & 255u) << (8 * i);
+            }
+            sum += __shfl_xor_sync(ALL_LANES, sum, 4);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 8);
+            const int other = __shfl_xor_sync(ALL_LANES, sum, 16);
+            sums[hi] = __fmul_rn(scale[hi], static_cast<float>(sum + other));
+            sums16[2 * hi] = __fmul_rn(scale[hi], static_cast<float>(low ? sum : other));
+            sums16[2 * hi + 1] = __fmul_rn(scale[hi], static_cast<float>(low ? other : sum));
+        }
+        // Lanes w and w + 4 hold the two words of a pair: the lower one stores hi = 0, the other hi = 1.
+        const u32 got = __shfl_xor_sync(ALL_LANES, low ? codes[1] : codes[0], 16);
+        const u64 row = static_cast<u64>(segment) * to.room + blockIdx.x;
+        to.codes[((row * 4 + t) * 4 + w % 4) * 2 + w / 4] = low ? make_uint2(codes[0], got) : make_uint2(got, codes[1]);
+        if (w == 0) to.scale[(row / 2 * 4 + t) * 2 + row % 2] = make_float2(scale[0], scale[1]);
+        if (w == 1)
+            to.sums[row * 4 + t] =
+                make_uint4(first_bits(sums[0]), first_bits(sums[1]), rest_bits(sums[0]), rest_bits(sums[1]));
+        if (to.sums16 && (w == 2 || w == 3)) {
+            uint4 bits;
+            if (w == 2)
+                bits = make_uint4(first_bits(sums16[0]), first_bits(sums16[1]), first_bits(sums16[2]), first_bits(sums16[3]));
+            else
+                bits = make_uint4(rest_bits(sums16[0]), rest_bits(sums16[1]), rest_bits(sums16[2]), rest_bits(sums16[3]));
+            to.sums16[(row * 2 + w % 2) * 4 + t] = bits;
+        }
+    }
+}
+
 template <int ROUNDS>
 DEVICE void load_row(Eight (&x)[ROUNDS], const float* row, int width) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
@@ -84,8 +163,8 @@ DEVICE void load_row(Eight (&x)[ROUNDS], const float* row, int width) {
 }
 
 // x as it is.
-template <int ROUNDS>
-DEVICE void prepare_as_is(const float* x, int stride, int width, const Prepared& to) {
+template <int ROUNDS, typename Target>
+DEVICE void prepare_as_is(const float* x, int stride, int width, const Target& to) {
     pdl_wait();
     pdl_launch();
     Eight values[ROUNDS];
@@ -94,8 +173,8 @@ DEVICE void prepare_as_is(const float* x, int stride, int width, const Prepared&
 }
 
 // silu(gate) * up; a row holds the gates, then the ups.
-template <int ROUNDS>
-DEVICE void prepare_gated(const float* gate_up, int width, const Prepared& to) {
+template <int ROUNDS, typename Target>
+DEVICE void prepare_gated(const float* gate_up, int width, const Target& to) {
     pdl_wait();
     pdl_launch();
     const float* row = gate_up + static_cast<u64>(blockIdx.x) * 2 * width;
@@ -113,9 +192,9 @@ DEVICE void prepare_gated(const float* gate_up, int width, const Prepared& to) {
 }
 
 // x / sqrt(mean(x^2) + eps) * weight. `source` picks the rows of x, or is null: row i of x is row i.
-template <int ROUNDS>
+template <int ROUNDS, typename Target>
 DEVICE void prepare_normed(const float* x, const int* source, int stride, const float* weight, float eps, int width,
-                           const Prepared& to) {
+                           const Target& to) {
     __shared__ float parts[MOST_WARPS * ROUNDS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     const int n_segments = segments_of(width);
@@ -143,21 +222,25 @@ DEVICE void prepare_normed(const float* x, const int* source, int stride, const 
     prepare(values, n_segments, to);
 }
 
-#define ENTRIES(ROUNDS)                                                                                         \
+// For each kind of prepared rows and number of rounds.
+#define ENTRIES(ROUNDS, NAME, TARGET)                                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                                          \
-        prepare_rows_##ROUNDS(const float* x, int stride, int width, Prepared to) {                             \
+        prepare_rows_##NAME(const float* x, int stride, int width, TARGET to) {                                 \
         prepare_as_is<ROUNDS>(x, stride, width, to);                                                            \
     }                                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                                          \
-        prepare_swiglu_##ROUNDS(const float* gate_up, int width, Prepared to) {                                 \
+        prepare_swiglu_##NAME(const float* gate_up, int width, TARGET to) {                                     \
         prepare_gated<ROUNDS>(gate_up, width, to);                                                              \
     }                                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                                          \
-        prepare_norm_##ROUNDS(const float* x, const int* source, int stride, const float* weight, float eps,    \
-                              int width, Prepared to) {                                                         \
+        prepare_norm_##NAME(const float* x, const int* source, int stride, const float* weight, float eps,      \
+                            int width, TARGET to) {                                                             \
         prepare_normed<ROUNDS>(x, source, stride, weight, eps, width, to);                                      \
     }
 
-ENTRIES(1)
-ENTRIES(2)
-ENTRIES(3)
+ENTRIES(1, 1, Prepared)
+ENTRIES(2, 2, Prepared)
+ENTRIES(3, 3, Prepared)
+ENTRIES(1, q8_1, Integers)
+ENTRIES(2, q8_2, Integers)
+ENTRIES(3, q8_3, Integers)
