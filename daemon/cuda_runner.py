@@ -116,7 +116,7 @@ class CudaRunner:
         self._ops, self._attention, self._store, self._memory = ops, attention, store, memory
         self._stream = stream
         self._max_ctx = max_ctx
-        self._steps = CudaSteps(model, attention, store, memory, stream, max_ctx)
+        self._steps = CudaSteps(model, ops, attention, store, memory, stream, max_ctx)
         self._staging = PinnedBuffer(1 << 16)
 
     # ----- prompts

@@ -32,7 +32,7 @@ from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpac
 from slotd.daemon.ops.cuda_batch import BatchLayout, HostBatch, PageAddresses, pack_ahead, pack_step
 from slotd.daemon.ops.cuda_graphs import Mark, PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy, take
-from slotd.daemon.ops.cuda_ops import CudaCall
+from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
 from slotd.daemon.row_checks import row_counts
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
@@ -122,14 +122,14 @@ class CudaSteps:
     """Runs steps of one model.
 
     Args:
-        model, attention, store, memory, stream, max_ctx: as CudaRunner's.
+        model, ops, attention, store, memory, stream, max_ctx: as CudaRunner's.
     """
 
     def __init__(
-        self, model: Model, attention: CudaAttention, store: CudaPageStore, memory: CudaMemory,
+        self, model: Model, ops: CudaOps, attention: CudaAttention, store: CudaPageStore, memory: CudaMemory,
         stream: Stream, max_ctx: int,
     ) -> None:  # fmt: skip
-        self._model, self._attention, self._store = model, attention, store
+        self._model, self._ops, self._attention, self._store = model, ops, attention, store
         self._memory, self._stream, self._max_ctx = memory, stream, max_ctx
         self._pairs: OrderedDict[Key, tuple[CapturedStep, CapturedStep]] = OrderedDict()
         self._last: _Asked | None = None  # the step that was asked for last, if it was plain decoding
@@ -229,8 +229,9 @@ class CudaSteps:
         self._stream.upload(step.buffer.data.ptr, step.pinned, layout.nbytes)
         tokens = tokens_of(layout, step.buffer)
         take(tokens, other.best)
-        x = self._model.embed(tokens)
-        step.logits = self._model.logits(self._model.forward(x, step.call, None))
+        with self._ops.step():
+            x = self._model.embed(tokens)
+            step.logits = self._model.logits(self._model.forward(x, step.call, None))
         greedy(self._memory, step.logits, step.best)
         self._stream.download(step.answer, step.best.data.ptr, layout.rows * 8)
 

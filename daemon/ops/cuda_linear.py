@@ -13,15 +13,6 @@ import cupy
 from slotd.daemon.ops.cuda_weights import Matrix, MatrixPart
 from slotd.daemon.ops.kernels import kernel
 
-#: Rows for which the tiles of a block take x together, through shared memory.
-TOGETHER = range(9, 33)
-
-#: Most warps of such a block, and shared memory that a block can have.
-MOST_WARPS_TOGETHER, SHARED_BYTES = 16, 227 << 10
-
-#: Bytes of x of a row and segment.
-X_BYTES = 512
-
 #: Most rows of one launch of the kernel for few rows.
 MOST_FEW_ROWS = 64
 
@@ -77,14 +68,21 @@ class Prepared:
     Attributes:
         halves: uint8, [segments, 8, room, 4] pieces of 16 bytes.
         scale: float32 [room], the power of two of each row.
-        n: rows.
+        n: rows of x.
         room: rows that there is memory for.
+        paired: each row of x stands for two, the second is what rounding the first one left over.
     """
 
     halves: Any
     scale: Any
     n: int
     room: int
+    paired: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Rows as the kernels count them."""
+        return 2 * self.n if self.paired else self.n
 
 
 def room_for(n: int) -> int:
@@ -94,9 +92,9 @@ def room_for(n: int) -> int:
 
 def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
     """y = x weight^T, or y += it. y: float32 [x.n, weight.n_out], rows contiguous."""
-    rows = _Rows(x.halves.data.ptr, x.scale.data.ptr, x.n, x.room)
+    rows = _Rows(x.halves.data.ptr, x.scale.data.ptr, x.columns, x.room, x.paired)
     output = Output(y.data.ptr, y.strides[0] // 4, int(add))
-    if x.n > MOST_FEW_ROWS:
+    if x.columns > MOST_FEW_ROWS:
         linear_prompt(rows, weight, output)
     else:
         linear(rows, weight, output)
@@ -108,17 +106,11 @@ def linear(rows: _Rows, weight: Matrix, output: Output) -> None:
     for form in dict.fromkeys(part.format for part in weight.parts):
         parts = [part for part in weight.parts if part.format == form]
         chosen = kernel(f"linear_{form.name}_{group}")
-        tiles = tuple(part.n_tiles for part in parts)
-        if group in TOGETHER:
-            block = block_for(tiles, weight.n_segments, form.tile_bytes, group)
-            args = (parts_of(parts, weight), rows, output, block.tiles)
-            chosen.launch(block.count, block.warps * WARP, args, smem=block.shared_bytes, pdl=True)
-        else:
-            warps = warps_for(sum(tiles), weight.n_segments, chosen.registers, chosen.most_threads // WARP)
-            smem = 2 * warps * group * _COLUMN_STRIDE * 4
-            chosen.launch(
-                sum(tiles), warps * WARP, (parts_of(parts, weight), rows, output), smem=smem, pdl=True
-            )
+        tiles = sum(part.n_tiles for part in parts)
+        warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
+        smem = 2 * warps * group * _COLUMN_STRIDE * 4
+        args = (parts_of(parts, weight), rows, output)
+        chosen.launch(tiles, warps * WARP, args, smem=smem, pdl=True)
 
 
 def linear_prompt(rows: _Rows, weight: Matrix, output: Output) -> None:
@@ -146,52 +138,6 @@ def warps_for(n_tiles: int, n_segments: int, registers: int, most: int) -> int:
         return waves * -(-n_segments // warps), warps
 
     return min(range(LEAST_WARPS, most + 1), key=cost)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Blocks whose tiles take x together.
-
-    Attributes:
-        tiles: of a block.
-        segments: of a turn; so many warps have a tile.
-        group: columns of the kernel.
-        count: blocks.
-    """
-
-    tiles: int
-    segments: int
-    group: int
-    count: int
-
-    @property
-    def warps(self) -> int:
-        """Of a block."""
-        return self.tiles * self.segments
-
-    @property
-    def shared_bytes(self) -> int:
-        """Two turns of x and of sums."""
-        return 2 * self.group * (self.segments * X_BYTES + self.warps * _COLUMN_STRIDE * 4)
-
-    def cost(self, n_segments: int, tile_bytes: int) -> tuple[int, int]:
-        """Bytes that the busiest multiprocessor takes from the second-level cache; equal ones by warps."""
-        turn = self.segments * (self.tiles * tile_bytes + self.group * X_BYTES)
-        return -(-self.count // multiprocessors()) * -(-n_segments // self.segments) * turn, self.warps
-
-
-@lru_cache(maxsize=256)
-def block_for(n_tiles: tuple[int, ...], n_segments: int, tile_bytes: int, group: int) -> Block:
-    """The block whose busiest multiprocessor needs the fewest bytes. All give the same sums."""
-    found = [
-        Block(tiles, segments, group, sum(-(-n // tiles) for n in n_tiles))
-        for segments in range(LEAST_WARPS, MOST_WARPS_TOGETHER + 1)
-        for tiles in range(1, MOST_WARPS_TOGETHER // segments + 1)
-    ]
-    return min(
-        (block for block in found if block.shared_bytes <= SHARED_BYTES),
-        key=lambda block: block.cost(n_segments, tile_bytes),
-    )
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,8 @@ the packed batch: a call can be captured into a graph and replayed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,8 @@ from slotd.daemon.ops import cuda_prepare
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
 from slotd.daemon.ops.cuda_attention import HeadNorms as NormAddresses
 from slotd.daemon.ops.cuda_linear import Prepared
-from slotd.daemon.ops.cuda_linear_q8 import Rows, multiply_rows, row_kind
 from slotd.daemon.ops.cuda_prepare import Picked
+from slotd.daemon.ops.cuda_rows import RowKind, Rows, multiply, row_kind
 from slotd.daemon.ops.cuda_unpack import Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
 from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
@@ -70,6 +72,7 @@ class CudaOps:
         self.memory = memory
         self.math = math
         self._cublas = Cublas(memory) if math == "fast" else None
+        self._in_step = False
         self._loader: WeightLoader | None = None
 
     # ----- weights
@@ -104,28 +107,40 @@ class CudaOps:
 
     # ----- rows
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What is computed inside are rows of a step, not of a prompt: only q8 makes a difference."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _kind(self, weight: Matrix) -> RowKind:
+        return row_kind(weight, self.math, self._in_step)
+
     def embed(self, tokens: Any, table: Matrix) -> Any:
         return cuda_prepare.embed(self.memory, tokens, table)
 
     def norm_linear(self, x: Any, norm: Any, eps: float, weight: Matrix) -> Any:
-        prepared = cuda_prepare.norm(self.memory, x, norm, eps, row_kind(weight, self.math))
+        prepared = cuda_prepare.norm(self.memory, x, norm, eps, self._kind(weight))
         y = self.memory.empty((prepared.n, weight.n_out))
         self._multiply(prepared, weight, y, add=False)
         return y
 
     def add_linear(self, x: Any, y: Any, weight: Matrix) -> None:
-        prepared = cuda_prepare.prepare(self.memory, y, row_kind(weight, self.math))
+        prepared = cuda_prepare.prepare(self.memory, y, self._kind(weight))
         self._multiply(prepared, weight, x, add=True)
 
     def add_swiglu_linear(self, x: Any, gate_up: Any, weight: Matrix) -> None:
-        prepared = cuda_prepare.swiglu(self.memory, gate_up, row_kind(weight, self.math))
+        prepared = cuda_prepare.swiglu(self.memory, gate_up, self._kind(weight))
         self._multiply(prepared, weight, x, add=True)
 
     def _multiply(self, x: Rows, weight: Matrix, y: Any, *, add: bool) -> None:
         if self._cublas is not None and isinstance(x, Prepared) and self._cublas.suits(x, weight):
             self._cublas.multiply(x, weight, y, add=add)
         else:
-            multiply_rows(x, weight, y, add=add)
+            multiply(x, weight, y, add=add)
 
     def rope_store(
         self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall,

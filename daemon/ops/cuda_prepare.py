@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from slotd.daemon.memory import Ledger
-from slotd.daemon.ops.cuda_linear import Prepared, room_for
-from slotd.daemon.ops.cuda_linear_q8 import IntegerRows, RowKind, Rows, room_for_integers
+from slotd.daemon.ops.cuda_linear import Prepared
+from slotd.daemon.ops.cuda_rows import RowKind, Rows, room
 from slotd.daemon.ops.cuda_weights import TILE_COLUMNS, Matrix
 from slotd.daemon.ops.kernels import kernel
 from slotd.protocol.errors import ConfigError
@@ -66,15 +66,10 @@ def swiglu(memory: Ledger, gate_up: Any, kind: RowKind = RowKind.HALVES) -> Rows
 
 def prepare(memory: Ledger, x: Any, kind: RowKind = RowKind.HALVES) -> Rows:
     """x as it is, prepared. x: float32 [n, m]."""
-    out = room(memory, kind, *x.shape)
-    prepare_into(out, x)
-    return out
-
-
-def prepare_into(out: Rows, x: Any) -> None:
-    """x as it is into room made for it."""
-    width = x.shape[1]
+    n, width = x.shape
+    out = room(memory, kind, n, width)
     _launch("rows", out, width, (x, x.strides[0] // 4, width))
+    return out
 
 
 def rounds_for(width: int) -> int:
@@ -91,33 +86,17 @@ def rounds_for(width: int) -> int:
     return rounds
 
 
-def room(memory: Ledger, kind: RowKind, n: int, width: int) -> Rows:
-    """Memory for n prepared rows."""
-    segments = -(-width // TILE_COLUMNS)
-    if kind is RowKind.HALVES:
-        n_room = room_for(n)
-        pieces = memory.empty((segments * 8 * n_room * 64,), np.uint8)
-        return Prepared(pieces, memory.empty((n_room,), np.float32), n, n_room)
-    n_room = room_for_integers(n)
-    sums16 = kind is RowKind.INTEGERS_SUMS_16
-    return IntegerRows(
-        memory.empty((segments * n_room * TILE_COLUMNS,), np.uint8),
-        memory.empty((segments * n_room * 8,), np.float32),
-        memory.empty((segments * n_room * 16,), np.float32),
-        memory.empty((segments * n_room * 32,), np.float32) if sums16 else None,
-        n,
-        n_room,
-    )
-
-
 class _Halves(ctypes.Structure):
-    _fields_ = (("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("room", ctypes.c_int32))
+    _fields_ = (
+        ("halves", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("room", ctypes.c_int32),
+        ("paired", ctypes.c_int32),
+    )  # fmt: skip
 
 
 class _Integers(ctypes.Structure):
     _fields_ = (
-        ("codes", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("sums", ctypes.c_uint64),
-        ("sums16", ctypes.c_uint64), ("room", ctypes.c_int32),
+        ("codes", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("sums16", ctypes.c_uint64),
+        ("room", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -130,6 +109,5 @@ def _launch(what: str, out: Rows, width: int, args: tuple[Any, ...]) -> None:
 
 def _target(out: Rows) -> ctypes.Structure:
     if isinstance(out, Prepared):
-        return _Halves(out.halves.data.ptr, out.scale.data.ptr, out.room)
-    sums16 = 0 if out.sums16 is None else out.sums16.data.ptr
-    return _Integers(out.codes.data.ptr, out.scale.data.ptr, out.sums.data.ptr, sums16, out.room)
+        return _Halves(out.halves.data.ptr, out.scale.data.ptr, out.room, out.paired)
+    return _Integers(out.codes.data.ptr, out.scale.data.ptr, out.sums16.data.ptr, out.room)

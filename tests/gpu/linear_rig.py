@@ -5,8 +5,8 @@ from __future__ import annotations
 import cupy
 import numpy as np
 
-from slotd.daemon.ops import cuda_linear, cuda_prepare
-from slotd.daemon.ops.cuda_linear_q8 import IntegerRows, multiply_rows, row_kind
+from slotd.daemon.ops import cuda_prepare
+from slotd.daemon.ops.cuda_rows import RowKind, multiply
 from slotd.daemon.ops.cuda_weights import WeightLoader
 from tests.gpu.blocks import RowsFile, random_rows, values_of
 
@@ -17,19 +17,14 @@ def weights(memory, types, n_rows, n_in) -> tuple:
     return matrix, np.concatenate([values_of(t, rows) for t, rows in tensors.values()])
 
 
-def product(memory, x, matrix) -> np.ndarray:
+def product(memory, x, matrix, kind=RowKind.HALVES) -> np.ndarray:
     y = memory.empty((len(x), matrix.n_out))
-    cuda_linear.multiply(cuda_prepare.prepare(memory, cupy.asarray(x)), matrix, y, add=False)
+    multiply(cuda_prepare.prepare(memory, cupy.asarray(x), kind), matrix, y, add=False)
     return y.get()
 
 
 def product_q8(memory, x, matrix) -> np.ndarray:
-    """The product with rows of whole numbers, of every weight that has them."""
-    y = memory.empty((len(x), matrix.n_out))
-    rows = cuda_prepare.prepare(memory, cupy.asarray(x), row_kind(matrix, "q8"))
-    assert isinstance(rows, IntegerRows)
-    multiply_rows(rows, matrix, y, add=False)
-    return y.get()
+    return product(memory, x, matrix, RowKind.INTEGERS)
 
 
 def outlier_rows(n, n_in, seed=0) -> np.ndarray:
@@ -41,14 +36,14 @@ def outlier_rows(n, n_in, seed=0) -> np.ndarray:
 def rounded(x) -> tuple[np.ndarray, np.ndarray]:
     """Rows as whole numbers: codes float64 [n, width], and the scale of each of them.
 
-    The largest magnitude of each 32 columns becomes 127; its scale is cut to 22 bits.
+    The largest magnitude of each 32 columns becomes 127.
     """
     n, width = x.shape
     groups = np.zeros((n, -(-width // 32), 32), np.float32)
     groups.reshape(n, -1)[:, :width] = x
-    scale = np.abs(groups).max(axis=2, keepdims=True) / np.float32(127)
-    scale = (scale.view(np.uint32) & np.uint32(0xFFFFFFFC)).view(np.float32)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    peak = np.abs(groups).max(axis=2, keepdims=True)
+    scale = peak / np.float32(127)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     codes = np.rint(groups * inverse).astype(np.float64)
     scales = np.broadcast_to(scale.astype(np.float64), codes.shape)
     return codes.reshape(n, -1)[:, :width], scales.reshape(n, -1)[:, :width]

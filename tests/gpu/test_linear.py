@@ -50,21 +50,6 @@ def test_a_row_has_the_same_bits_for_any_number_of_warps(memory, monkeypatch) ->
             assert product(memory, x, matrix).tobytes() == expected, (n, warps)
 
 
-@pytest.mark.parametrize("n", [9, 16, 23, 32])
-def test_rows_have_the_same_bits_for_any_block_that_takes_them_together(memory, monkeypatch, n) -> None:
-    matrix, _ = weights(memory, ["Q4_K", "Q6_K", "Q4_K"], 104, 2560)  # 7 tiles, the last one not full
-    x = outlier_rows(n, 2560)
-    expected = np.concatenate([product(memory, x[i : i + 8], matrix) for i in range(0, n, 8)]).tobytes()
-    for tiles, segments in [(1, 4), (2, 4), (3, 4), (4, 4), (3, 5), (2, 8), (1, 16), (1, 13)]:
-
-        def chosen(n_tiles, n_segments, tile_bytes, group, shape=(tiles, segments)) -> cuda_linear.Block:
-            return cuda_linear.Block(*shape, group, sum(-(-n // shape[0]) for n in n_tiles))
-
-        monkeypatch.setattr(cuda_linear, "block_for", chosen)
-        if chosen((1,), 1, 1, -(-n // 8) * 8).shared_bytes <= cuda_linear.SHARED_BYTES:
-            assert product(memory, x, matrix).tobytes() == expected, (tiles, segments)
-
-
 def test_rows_that_are_not_finite_do_not_touch_the_others(memory) -> None:
     matrix, _ = weights(memory, ["Q4_K"], 64, 1024)
     for n in (8, 64):

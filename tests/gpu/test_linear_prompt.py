@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.ops import cuda_linear, cuda_prepare
+from slotd.daemon.ops.cuda_rows import RowKind
 from tests.bench.random_blocks import TYPES
 from tests.gpu.linear_rig import outlier_rows, product, weights
 
@@ -39,3 +40,20 @@ def test_parts_of_several_types_and_sums(memory) -> None:
     y.set(start)
     cuda_linear.multiply(cuda_prepare.prepare(memory, cupy.asarray(x)), matrix, y, add=True)
     assert y.get().tobytes() == (start + product(memory, x, matrix)).tobytes()
+
+
+def test_pairs_are_exact_to_float32_in_any_company(memory) -> None:
+    """Weights of 16 bits are exact here, so what is left is what rounding x to 22 bits and the sums cost."""
+    matrix, values = weights(memory, ["F16"], 72, 576)
+    x = outlier_rows(100, 576)
+    all_rows = product(memory, x, matrix, RowKind.PAIRS)
+    expected = x.astype(np.float64) @ values.T.astype(np.float64)
+    size = np.abs(x.astype(np.float64)) @ np.abs(values.T.astype(np.float64))
+    assert (np.abs(all_rows - expected) <= 2e-6 * size).all(), (np.abs(all_rows - expected) / size).max()
+    for n in (1, 2, 7, 8, 16, 23, 32, 33, 64):
+        assert product(memory, x[:n], matrix, RowKind.PAIRS).tobytes() == all_rows[:n].tobytes(), n
+    start = cupy.asarray(x[:, :72].copy())
+    cuda_linear.multiply(
+        cuda_prepare.prepare(memory, cupy.asarray(x), RowKind.PAIRS), matrix, start, add=True
+    )
+    assert start.get().tobytes() == (x[:, :72] + all_rows).tobytes()

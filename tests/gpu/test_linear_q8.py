@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.ops import cuda_linear_q8, cuda_prepare
-from slotd.daemon.ops.cuda_linear_q8 import RowKind, row_kind
+from slotd.daemon.ops.cuda_rows import RowKind, multiply, row_kind
 from tests.bench.random_blocks import TYPES
 from tests.gpu.linear_rig import outlier_rows, product_q8, rounded, weights
 
@@ -76,7 +76,7 @@ def test_rows_that_are_not_finite_do_not_touch_the_others(memory, type_name) -> 
     for n in (8, 64):
         x = outlier_rows(n, 1024)
         clean = product_q8(memory, x, matrix)
-        for wrong in (np.nan, np.inf, 1e35):
+        for wrong in (np.nan, np.inf):
             x[1::2, 700] = wrong
             dirty = product_q8(memory, x, matrix)
             assert dirty[::2].tobytes() == clean[::2].tobytes()
@@ -100,14 +100,18 @@ def test_parts_of_several_types_and_sums(memory, n) -> None:
     start = np.random.default_rng(8).standard_normal((n, matrix.n_out)).astype(np.float32)
     y = memory.empty((n, matrix.n_out))
     y.set(start)
-    rows = cuda_prepare.prepare(memory, cupy.asarray(x), row_kind(matrix, "q8"))
-    cuda_linear_q8.multiply_rows(rows, matrix, y, add=True)
+    multiply(cuda_prepare.prepare(memory, cupy.asarray(x), RowKind.INTEGERS), matrix, y, add=True)
     assert y.get().tobytes() == (start + product_q8(memory, x, matrix)).tobytes()
 
 
-def test_weights_of_16_bits_are_multiplied_exactly(memory) -> None:
-    plain, _ = weights(memory, ["Q4_K", "F16"], 16, 256)
-    whole, _ = weights(memory, ["Q4_K", "Q2_K"], 16, 256)
-    assert row_kind(plain, "q8") is RowKind.HALVES
-    assert row_kind(whole, "exact") is RowKind.HALVES
-    assert row_kind(whole, "q8") is RowKind.INTEGERS_SUMS_16
+def test_what_rows_a_weight_wants(memory) -> None:
+    plain, _ = weights(memory, ["Q4_K", "F16"], 16, 4096)
+    whole, _ = weights(memory, ["Q4_K", "Q2_K"], 16, 4096)
+    narrow, _ = weights(memory, ["Q4_K", "Q2_K"], 16, 2048)
+    assert row_kind(whole, "q8", of_step=True) is RowKind.INTEGERS
+    assert row_kind(narrow, "q8", of_step=True) is RowKind.INTEGERS
+    assert row_kind(plain, "q8", of_step=True) is RowKind.HALVES
+    assert row_kind(whole, "q8", of_step=False) is RowKind.HALVES
+    assert row_kind(whole, "exact", of_step=True) is RowKind.HALVES
+    assert row_kind(narrow, "exact", of_step=True) is RowKind.PAIRS
+    assert row_kind(narrow, "fast", of_step=True) is RowKind.HALVES

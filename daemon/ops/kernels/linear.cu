@@ -1,4 +1,4 @@
-// y = x W^T for at most 64 rows of x: the warps of a block share the segments of k of some tiles of 16 outputs.
+// y = x W^T for at most 64 rows of x: a block owns one tile of 16 outputs, its warps share the segments of k.
 //
 // The sum over k has one order for every shape of launch: inside a segment of 256 the tensor core folds
 // the steps in their order (weight_tiles.cuh), segments are added left to right inside slabs of eight counted from k = 0,
@@ -53,30 +53,24 @@ DEVICE void multiply_segment(float (&d)[NT][4], Lane<FORMAT>& held, const uint4*
     }
 }
 
-// The sums that a thread adds up: number `index` of a block is output index % 16 of row index / 16 % n of tile index / 16 / n.
-// Sums lie as [tile][segment][NT * 8][COLUMN_STRIDE], a tile's segments are those of a turn.
+// The sums that a thread adds up: number `index` of a block is output index % 16 of row index / 16.
 template <int NT>
 struct Totals {
     static constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE;
     float slab[NT], total[NT];
-    int place[NT];  // of the first segment; -1: there is no such sum
 
-    DEVICE Totals(int n, int n_tiles, int of_turn) {
+    DEVICE Totals() {
+#pragma unroll
+        for (int k = 0; k < NT; ++k) slab[k] = total[k] = 0.0f;
+    }
+
+    // Segments first .. first + count - 1, [segment][NT * 8][COLUMN_STRIDE].
+    DEVICE void add(const float* sums, int first, int count, int n) {
 #pragma unroll
         for (int k = 0; k < NT; ++k) {
             const int index = threadIdx.x + k * blockDim.x;
-            slab[k] = total[k] = 0.0f;
-            place[k] = index >= n_tiles * n * TILE_ROWS ? -1
-                : index / (n * TILE_ROWS) * of_turn * OF_ONE + index / TILE_ROWS % n * COLUMN_STRIDE + index % TILE_ROWS;
-        }
-    }
-
-    // Segments first .. first + count - 1.
-    DEVICE void add(const float* sums, int first, int count) {
-#pragma unroll
-        for (int k = 0; k < NT; ++k) {
-            if (place[k] < 0) break;
-            const float* from = sums + place[k];
+            if (index >= n * TILE_ROWS) break;
+            const float* from = sums + (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
             for (int i = 0; i < count; ++i) {
                 slab[k] = __fadd_rn(slab[k], from[i * OF_ONE]);
                 if ((first + i) % SLAB == SLAB - 1) {
@@ -87,14 +81,13 @@ struct Totals {
         }
     }
 
-    DEVICE void store(const Part& part, int first_tile, int n_tiles, const Rows& rows, const Output& out) {
-        const int n = rows.n;
+    DEVICE void store(const Part& part, int tile, const Rows& rows, const Output& out) {
 #pragma unroll
         for (int k = 0; k < NT; ++k) {
             const int index = threadIdx.x + k * blockDim.x;
-            if (index >= n_tiles * n * TILE_ROWS) break;
-            int row = index / TILE_ROWS % n;
-            const int output = (first_tile + index / (n * TILE_ROWS)) * TILE_ROWS + index % TILE_ROWS;
+            if (index >= rows.n * TILE_ROWS) break;
+            int row = index / TILE_ROWS;
+            const int output = tile * TILE_ROWS + index % TILE_ROWS;
             const bool real = output < part.n_rows;
             // Both factors are powers of two: where the product stays in range, nothing is rounded.
             const float sum = __fadd_rn(total[k], slab[k]);
@@ -111,7 +104,7 @@ struct Totals {
     }
 };
 
-// A block has one tile, its warps take x from global memory. Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE].
+// Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE].
 template <int FORMAT, int NT>
 DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
     extern __shared__ float sums[];
@@ -128,7 +121,7 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
     int column[NT];
 #pragma unroll
     for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, rows.n - 1);
-    Totals<NT> totals(rows.n, 1, n_warps);
+    Totals<NT> totals;
     constexpr int OF_ONE = Totals<NT>::OF_ONE;
     for (int first = 0, half = 0; first < n_segments; first += n_warps, half ^= 1) {
         float* turn = sums + half * n_warps * OF_ONE;
@@ -142,72 +135,13 @@ DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows&
         }
         __syncthreads();
         // Everybody adds some outputs up, segments in order. The other half of `sums` is free meanwhile.
-        totals.add(turn, first, min(n_warps, n_segments - first));
+        totals.add(turn, first, min(n_warps, n_segments - first), rows.n);
     }
-    totals.store(part, tile, 1, rows, out);
+    totals.store(part, tile, rows, out);
 }
 
-// x of segments first .. first + count - 1 into shared memory, [segment][w][NT * 8][4].
-template <int NT>
-DEVICE void fill(uint4* to, const Rows& rows, int first, int count) {
-    for (int step = threadIdx.x / WARP; step < count * 8; step += blockDim.x / WARP)
-        for (int i = threadIdx.x % WARP; i < rows.n * 4; i += WARP)
-            cp_async16(to + step * NT * 8 * 4 + i, rows.halves + (static_cast<u64>(first * 8 + step) * rows.room * 4 + i));
-    cp_async_commit();
-}
-
-// A block has `n_tiles` tiles and as many groups of warps, which take x of a segment together through shared memory:
-// from 16 rows on, x from the second-level cache is most of what a tile needs. Shared memory holds
-// x [2][segments][8][NT * 8][4], then sums [2][n_tiles][segments][NT * 8][COLUMN_STRIDE]; `segments` are those of a turn.
-template <int FORMAT, int NT>
-DEVICE void multiply_together(const Parts& parts, const Part& part, int first_tile, int n_tiles, const Rows& rows,
-                              const Output& out) {
-    extern __shared__ uint4 memory[];
-    using L = Layout<FORMAT>;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, of_turn = blockDim.x / WARP / n_tiles;
-    const int g = lane / 4, t = lane % 4, n_segments = parts.n_segments;
-    const int own = warp / of_turn, place = warp % of_turn;
-    // A tile behind the last one is computed from the last one and not stored.
-    const u8* tiles = part.tiles + static_cast<u64>(min(first_tile + own, part.n_tiles - 1)) * n_segments * L::BYTES;
-    constexpr int X_OF_ONE = 8 * NT * 8 * 4, OF_ONE = Totals<NT>::OF_ONE;
-    float* sums = reinterpret_cast<float*>(memory + 2 * of_turn * X_OF_ONE);
-
-    Lane<FORMAT> held;
-    if (place < n_segments) held.load(tiles + static_cast<u64>(place) * L::BYTES, lane);
-    pdl_wait();
-    pdl_launch();
-    fill<NT>(memory, rows, 0, min(of_turn, n_segments));
-
-    int column[NT];
-#pragma unroll
-    for (int j = 0; j < NT; ++j) column[j] = min(8 * j + g, rows.n - 1);
-    Totals<NT> totals(rows.n, n_tiles, of_turn);
-    int first = 0, half = 0;
-    for (; first < n_segments; first += of_turn, half ^= 1) {
-        cp_async_wait<0>();
-        __syncthreads();  // x of this turn and the sums of the last one are there, what they replace was read
-        if (first + of_turn < n_segments)
-            fill<NT>(memory + (half ^ 1) * of_turn * X_OF_ONE, rows, first + of_turn,
-                     min(of_turn, n_segments - first - of_turn));
-        if (first > 0)
-            totals.add(sums + (half ^ 1) * n_tiles * of_turn * OF_ONE, first - of_turn, of_turn);
-        const int segment = first + place;
-        if (segment < n_segments) {
-            float d[NT][4];
-            multiply_segment<FORMAT, NT>(d, held, memory + (half * of_turn + place) * X_OF_ONE + t, NT * 8, column,
-                                         tiles + static_cast<u64>(segment + of_turn) * L::BYTES,
-                                         segment + of_turn < n_segments, lane);
-            store_sums<NT>(sums + (half * n_tiles * of_turn + warp) * OF_ONE, d, g, t);
-        }
-    }
-    __syncthreads();
-    first -= of_turn;
-    totals.add(sums + (half ^ 1) * n_tiles * of_turn * OF_ONE, first, n_segments - first);
-    totals.store(part, first_tile, min(n_tiles, part.n_tiles - first_tile), rows, out);
-}
-
-// One entry for each format and number of 8-row groups of x. A tile has at least 4 warps, the parts of a launch have one
-// format; a block's tiles are of one part.
+// One entry for each format and number of 8-row groups of x. A block has at least 4 warps, the parts
+// of a launch have one format.
 #define ENTRY(NAME, FORMAT, N, THREADS, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                             \
         linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out) {         \
@@ -216,26 +150,18 @@ DEVICE void multiply_together(const Parts& parts, const Part& part, int first_ti
         multiply<FORMAT, N / 8>(parts, parts.part[p], tile, rows, out);                                       \
     }
 
-#define ENTRY_TOGETHER(NAME, FORMAT, N)                                                                             \
-    extern "C" __global__ void __launch_bounds__(512)                                                               \
-        linear_##NAME##_##N(const __grid_constant__ Parts parts, const Rows rows, const Output out, int n_tiles) {  \
-        int block = blockIdx.x, p = 0, blocks;                                                                      \
-        for (; blocks = (parts.part[p].n_tiles + n_tiles - 1) / n_tiles, block >= blocks; ++p) block -= blocks;     \
-        multiply_together<FORMAT, N / 8>(parts, parts.part[p], block * n_tiles, n_tiles, rows, out);                \
-    }
-
-#define ENTRIES(NAME, FORMAT, THREADS_8, BLOCKS_8) \
-    ENTRY(NAME, FORMAT, 8, THREADS_8, BLOCKS_8)   \
-    ENTRY_TOGETHER(NAME, FORMAT, 16)              \
-    ENTRY_TOGETHER(NAME, FORMAT, 24)              \
-    ENTRY_TOGETHER(NAME, FORMAT, 32)              \
+#define ENTRIES(NAME, FORMAT, THREADS_8, BLOCKS_8, BLOCKS_16, BLOCKS_24)  \
+    ENTRY(NAME, FORMAT, 8, THREADS_8, BLOCKS_8)                          \
+    ENTRY(NAME, FORMAT, 16, 256, BLOCKS_16)                              \
+    ENTRY(NAME, FORMAT, 24, 256, BLOCKS_24)                              \
+    ENTRY(NAME, FORMAT, 32, 256, BLOCKS_24)                              \
     ENTRY(NAME, FORMAT, 64, 256, 1)
 
-ENTRIES(u4_h32, U4_H32, 320, 3)
-ENTRIES(u4_k32, U4_K32, 320, 3)
-ENTRIES(u5_h32, U5_H32, 320, 3)
-ENTRIES(u5_k32, U5_K32, 256, 3)
-ENTRIES(u6_s16, U6_S16, 256, 3)
-ENTRIES(u4_h16, U4_H16, 320, 3)
-ENTRIES(u8_h32, U8_H32, 320, 2)
-ENTRIES(f16, F16, 320, 2)
+ENTRIES(u4_h32, U4_H32, 320, 3, 3, 2)
+ENTRIES(u4_k32, U4_K32, 320, 3, 3, 2)
+ENTRIES(u5_h32, U5_H32, 320, 3, 3, 2)
+ENTRIES(u5_k32, U5_K32, 256, 3, 3, 2)
+ENTRIES(u6_s16, U6_S16, 256, 3, 2, 2)
+ENTRIES(u4_h16, U4_H16, 320, 3, 3, 2)
+ENTRIES(u8_h32, U8_H32, 320, 2, 2, 2)
+ENTRIES(f16, F16, 320, 2, 2, 1)

@@ -102,31 +102,6 @@ DEVICE void mma_m16n8k16_first(float d[4], const u32 a[4], const u32 b[2]) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
 }
 
-// Whole numbers, exact: d = a b + c in each of the 16 x 8 sums. Bytes of a word are four neighbouring k. Lane (g, t) holds
-// rows g (a[0], a[2]) and g + 8 (a[1], a[3]) of a and column g of b, k = 4t .. 4t+3 and, of 32, 16 + 4t .. ; d as above.
-DEVICE void mma_u8s8_m16n8k32(u32 d[4], const u32 a[4], u32 b0, u32 b1, u32 c) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c));
-}
-
-DEVICE void mma_u8s8_m16n8k16(u32 d[4], u32 a0, u32 a1, u32 b, u32 c) {
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(b), "r"(c));
-}
-
-DEVICE void mma_s8s8_m16n8k16(u32 d[4], u32 a0, u32 a1, u32 b, u32 c) {
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(b), "r"(c));
-}
-
-// Floats with ten bits behind the point, k = 8: a[0], a[1] and b0 have k = t, a[2], a[3] and b1 k = t + 4. d += a b.
-DEVICE void mma_tf32_m16n8k8(float d[4], const u32 a[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 DEVICE void ldmatrix_x4(u32 r[4], const void* shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(shared)));

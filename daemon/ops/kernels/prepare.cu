@@ -12,24 +12,24 @@
 constexpr int SEGMENT = 256;
 constexpr int MOST_WARPS = 32;
 
-// Where the prepared rows go; there is memory for `room` of them.
+// Where the prepared rows go; there is memory for `room` of them. Paired: row r of x goes to row 2r, and what its rounding
+// left over, which is at most 2^-11 of it, to row 2r + 1.
 struct Prepared {
     uint4* halves;
     float* scale;
     int room;
+    int paired;
 };
+
+constexpr int REST_BITS = 11;
 
 // Where rows of whole numbers go. Group 2t + hi of a segment are the columns 64t + 32hi + 0..31.
 struct Integers {
-    uint2* codes;   // [segment][room][t][p = 0..3][hi]: columns 4p + 0..3 of the group, then 16 + 4p + 0..3
-    float2* scale;  // [segment][room / 2][t][row % 2]: of groups 2t, 2t + 1
-    uint4* sums;    // [segment][room][t]: scale * sum of the codes of groups 2t, 2t + 1, its first 11 bits; then the rest
-    uint4* sums16;  // [segment][room][first bits, the rest][t]: of the 16 columns 16j + 0..15, j = 4t .. 4t+3; or null
-    int room;       // even
+    u32* codes;     // [segment][room][64]: four columns each
+    float4* scale;  // [segment][room][t]: of group 2t the scale and scale * (sum of the codes), then of group 2t + 1
+    int4* sums16;   // [segment][room][t]: sums of the codes of the columns 64t + 16j + 0..15, j = 0..3; or null
+    int room;
 };
-
-// Groups with no number as large count as zeros; one with a larger number is not finite.
-constexpr float LEAST_PEAK = 0x1p-100f, MOST_PEAK = 0x1p100f;
 
 // The eight numbers of a lane: columns first + 0..3 (hi = 0) and first + 32 + 0..3 (hi = 1).
 struct Eight {
@@ -73,84 +73,75 @@ DEVICE void prepare(const Eight (&x)[ROUNDS], int n_segments, const Prepared& to
     int e = 0;  // also for zeros, and for what is not finite, which stays so
     if (peak > 0.0f && peak <= 3.4e38f) e = min(max(14 - ilogbf(peak), -126), 126);
     const float up = power_of_two(e);
-    if (threadIdx.x == 0) to.scale[blockIdx.x] = power_of_two(-e);
+    const int target = to.paired ? 2 * blockIdx.x : blockIdx.x;
+    if (threadIdx.x == 0) {
+        to.scale[target] = power_of_two(-e);
+        if (to.paired) to.scale[target + 1] = __fmul_rn(power_of_two(-e), power_of_two(-REST_BITS));
+    }
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int segment = warp + r * n_warps;
         if (segment >= n_segments) break;
-        u32 words[4];
+        u32 words[4], rest[4];
 #pragma unroll
         for (int hi = 0; hi < 2; ++hi)
 #pragma unroll
-            for (int odd = 0; odd < 2; ++odd)
-                words[2 * hi + odd] = as_u32(__floats2half2_rn(__fmul_rn(x[r].v[4 * hi + odd], up),
-                                                               __fmul_rn(x[r].v[4 * hi + odd + 2], up)));
-        to.halves[(static_cast<u64>(segment * 8 + lane / 4) * to.room + blockIdx.x) * 4 + lane % 4] =
-            make_uint4(words[0], words[1], words[2], words[3]);
+            for (int odd = 0; odd < 2; ++odd) {
+                const float first = __fmul_rn(x[r].v[4 * hi + odd], up), second = __fmul_rn(x[r].v[4 * hi + odd + 2], up);
+                const half2 both = __floats2half2_rn(first, second);
+                const float more = power_of_two(REST_BITS);
+                words[2 * hi + odd] = as_u32(both);
+                rest[2 * hi + odd] = as_u32(__floats2half2_rn(__fmul_rn(__fsub_rn(first, __low2float(both)), more),
+                                                              __fmul_rn(__fsub_rn(second, __high2float(both)), more)));
+            }
+        uint4* at = to.halves + (static_cast<u64>(segment * 8 + lane / 4) * to.room + target) * 4 + lane % 4;
+        at[0] = make_uint4(words[0], words[1], words[2], words[3]);
+        if (to.paired) at[4] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
     }
 }
 
-// The first 11 bits of a float are exact in the tensor cores' short floats.
-DEVICE u32 first_bits(float v) { return __float_as_uint(v) & 0xffffe000u; }
-DEVICE u32 rest_bits(float v) { return first_bits(__fsub_rn(v, __uint_as_float(first_bits(v)))); }
-
-// Whole numbers of row blockIdx.x. A group's numbers lie in the eight lanes of one t.
+// Whole numbers of row blockIdx.x: each group by its largest magnitude, which becomes 127. A group's numbers lie in the
+// eight lanes of one t. A group with a number that is not finite has a scale that is not a number.
 template <int ROUNDS>
 DEVICE void prepare(const Eight (&x)[ROUNDS], int n_segments, const Integers& to) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     const int w = lane / 4, t = lane % 4;
-    const bool low = w < 4;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int segment = warp + r * n_warps;
         if (segment >= n_segments) break;
-        float scale[2], sums[2], sums16[4];
-        u32 codes[2];
+        const u64 row = static_cast<u64>(segment) * to.room + blockIdx.x;
+        float4 scale;
+        int sums[2];
 #pragma unroll
         for (int hi = 0; hi < 2; ++hi) {
             const float* v = x[r].v + 4 * hi;
             float peak = max_or_nan(max_or_nan(fabsf(v[0]), fabsf(v[1])), max_or_nan(fabsf(v[2]), fabsf(v[3])));
 #pragma unroll
             for (int step = 4; step < WARP; step *= 2) peak = max_or_nan(peak, __shfl_xor_sync(ALL_LANES, peak, step));
-            // 22 bits: three times the scale is exact, which the products count on.
-            float inverse = 0.0f;
-            scale[hi] = 0.0f;
-            if (!(peak <= MOST_PEAK)) {
-                scale[hi] = __uint_as_float(0x7fffffffu);
-            } else if (peak >= LEAST_PEAK) {
-                scale[hi] = __uint_as_float(__float_as_uint(__fdiv_rn(peak, 127.0f)) & 0xfffffffcu);
-                inverse = __fdiv_rn(1.0f, scale[hi]);
-            }
+            float unit = __fdiv_rn(peak, 127.0f), inverse = 0.0f;
+            if (!(peak <= 3.4e38f)) unit = __uint_as_float(0x7fffffffu);
+            else if (peak >= 1e-36f) inverse = __fdiv_rn(127.0f, peak);
             int sum = 0;
-            codes[hi] = 0;
+            u32 codes = 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int code = __float2int_rn(__fmul_rn(v[i], inverse));
                 sum += code;
-                codes[hi] |= (static_cast<u32>(code) & 255u) << (8 * i);
+                codes |= (static_cast<u32>(code) & 255u) << (8 * i);
             }
+            to.codes[row * 64 + 16 * t + 8 * hi + w] = codes;
             sum += __shfl_xor_sync(ALL_LANES, sum, 4);
             sum += __shfl_xor_sync(ALL_LANES, sum, 8);
-            const int other = __shfl_xor_sync(ALL_LANES, sum, 16);
-            sums[hi] = __fmul_rn(scale[hi], static_cast<float>(sum + other));
-            sums16[2 * hi] = __fmul_rn(scale[hi], static_cast<float>(low ? sum : other));
-            sums16[2 * hi + 1] = __fmul_rn(scale[hi], static_cast<float>(low ? other : sum));
+            sums[hi] = sum;  // of the 16 columns that this lane is in
+            sum += __shfl_xor_sync(ALL_LANES, sum, 16);
+            (hi ? scale.z : scale.x) = unit;
+            (hi ? scale.w : scale.y) = __fmul_rn(unit, static_cast<float>(sum));
         }
-        // Lanes w and w + 4 hold the two words of a pair: the lower one stores hi = 0, the other hi = 1.
-        const u32 got = __shfl_xor_sync(ALL_LANES, low ? codes[1] : codes[0], 16);
-        const u64 row = static_cast<u64>(segment) * to.room + blockIdx.x;
-        to.codes[((row * 4 + t) * 4 + w % 4) * 2 + w / 4] = low ? make_uint2(codes[0], got) : make_uint2(got, codes[1]);
-        if (w == 0) to.scale[(row / 2 * 4 + t) * 2 + row % 2] = make_float2(scale[0], scale[1]);
-        if (w == 1)
-            to.sums[row * 4 + t] =
-                make_uint4(first_bits(sums[0]), first_bits(sums[1]), rest_bits(sums[0]), rest_bits(sums[1]));
-        if (to.sums16 && (w == 2 || w == 3)) {
-            uint4 bits;
-            if (w == 2)
-                bits = make_uint4(first_bits(sums16[0]), first_bits(sums16[1]), first_bits(sums16[2]), first_bits(sums16[3]));
-            else
-                bits = make_uint4(rest_bits(sums16[0]), rest_bits(sums16[1]), rest_bits(sums16[2]), rest_bits(sums16[3]));
-            to.sums16[(row * 2 + w % 2) * 4 + t] = bits;
+        const int second[2] = {__shfl_xor_sync(ALL_LANES, sums[0], 16), __shfl_xor_sync(ALL_LANES, sums[1], 16)};
+        if (w == 0) {
+            to.scale[row * 4 + t] = scale;
+            if (to.sums16) to.sums16[row * 4 + t] = make_int4(sums[0], second[0], sums[1], second[1]);
         }
     }
 }
