@@ -41,9 +41,13 @@ class Outputs(Protocol):
         """float32 [m, n_vocab] in host memory; may have to be fetched, the first time."""
         ...
 
+    def row(self, index: int) -> Logits:
+        """float32 [n_vocab], one row of `logits`, and no more than that is fetched. Read only."""
+        ...
+
     @property
     def at_hand(self) -> bool:
-        """Whether `logits` are in host memory already: then nothing is won by asking for candidates."""
+        """Whether the logits lie in host memory: then nothing is won by asking for candidates."""
         ...
 
     def candidates(self, views: SequenceOf[View]) -> list[Candidates | None]:
@@ -80,6 +84,10 @@ class HostOutputs:
     def greedy(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         ids = np.argmax(self.logits, axis=1)  # the first of equals; stops at a NaN
         return ids.astype(np.int32), np.isfinite(self.logits[np.arange(len(ids)), ids])
+
+    def row(self, index: int) -> Logits:
+        found: Logits = self.logits[index]
+        return found
 
     def candidates(self, views: SequenceOf[View]) -> list[Candidates | None]:
         return [None] * len(views)

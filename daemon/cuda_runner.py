@@ -30,6 +30,8 @@ from slotd.daemon.rows import Rows
 class CudaOutputs:
     """Outputs on the device: see `backend.Outputs`.
 
+    `at_hand` does not tell what was fetched: how a token was found must not depend on who read what before.
+
     Args:
         runner: whose call it was; logits are there until its next call.
         logits: float32 [m or more, n_vocab] on the device.
@@ -37,6 +39,8 @@ class CudaOutputs:
         rows: int64 [m].
         steps: when it was a step: they are told when more is asked for than what is best.
     """
+
+    at_hand = False
 
     def __init__(
         self, runner: CudaRunner, logits: Any, best: npt.NDArray[np.int32], rows: npt.NDArray[np.int64],
@@ -59,9 +63,15 @@ class CudaOutputs:
             self._fetched = self._runner.fetch(self._device, len(self.rows))
         return self._fetched
 
-    @property
-    def at_hand(self) -> bool:
-        return self._fetched is not None
+    def row(self, index: int) -> Logits:
+        """float32 [n_vocab] in host memory. Raises ValueError as `logits`."""
+        if self._fetched is not None:
+            rows, at = self._fetched, index
+        else:
+            self._check_there()
+            rows, at = self._runner.fetch(self._device[index : index + 1], 1), 0
+        found: Logits = rows[at]
+        return found
 
     def candidates(self, views: SequenceOf[View]) -> list[Candidates | None]:
         """See `backend.Outputs`.

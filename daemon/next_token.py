@@ -45,7 +45,7 @@ class NextTokens:
             found = self._from_candidates(index)
             if found is not None:
                 return found
-        logits = self._outputs.logits[row]
+        logits = self._outputs.row(row)
         token = job.sampler.sample(logits, job.history, len(job.produced), job.banned)
         wanted = job.command.logprobs
         return token, (logprobs(logits, token, wanted),) if wanted else ()

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from slotd.daemon.backend import HostOutputs, Outputs
 from slotd.daemon.candidates import BANNED, BIASED, PENALISED, Adjustments, View
 from slotd.daemon.config import Config
 from slotd.daemon.engine import Engine
@@ -109,16 +110,30 @@ def decode(engine: Engine, temperature: float) -> None:
         for name, fields in ways.items():
             step, choice, read = loop(engine, n, fields, False)
             line = f"sequences {n:2}, {name:18}: {step:7.3f} ms a step, {choice:6.3f} of it to choose"
-            line += f", {100 * read:4.1f} % of steps read logits"
+            line += f", {100 * read:4.1f} % of rows read"
             if name != "greedy":
                 line += f"; on the host {loop(engine, n, fields, True)[0]:7.3f}"
             print(line, flush=True)
 
 
+class CountedRows:
+    """Outputs, and how many rows of them were read."""
+
+    def __init__(self, outputs: Outputs, read: list[int]) -> None:
+        self._outputs, self._read = outputs, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outputs, name)
+
+    def row(self, index: int) -> Any:
+        self._read[0] += 1
+        return self._outputs.row(index)
+
+
 def loop(engine: Engine, n: int, fields: dict[str, Any], on_host: bool) -> tuple[float, float, float]:
-    """Median milliseconds of a step, those of its choices, share of steps whose logits were read."""
+    """Median milliseconds of a step, those of its choices, the share of rows that were read."""
     jobs = [_job(engine, number, fields) for number in range(n)]
-    times, choices, read = [], [], 0
+    times, choices, read = [], [], [0]
     for number in range(WARM + STEPS):
         began = time.perf_counter()
         last = [job.history[-1] for job in jobs]
@@ -127,17 +142,16 @@ def loop(engine: Engine, n: int, fields: dict[str, Any], on_host: bool) -> tuple
             engine.commit(job.running_sequence, [row])
         chose = time.perf_counter()
         if on_host:
-            _ = outputs.logits
-        tokens = NextTokens(jobs, outputs)
+            outputs = HostOutputs(outputs.logits, outputs.rows)
+        tokens = NextTokens(jobs, CountedRows(outputs, read))
         for row, job in enumerate(jobs):
             job.take(tokens.of(row)[0])
         if number >= WARM:
             times.append(time.perf_counter() - began)
             choices.append(time.perf_counter() - chose)
-            read += outputs.at_hand
     for job in jobs:
         engine.close(job.running_sequence)
-    return 1000 * statistics.median(times), 1000 * statistics.median(choices), read / STEPS
+    return 1000 * statistics.median(times), 1000 * statistics.median(choices), read[0] / n / (WARM + STEPS)
 
 
 def _job(engine: Engine, number: int, fields: dict[str, Any]) -> Job:

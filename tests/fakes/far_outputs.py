@@ -30,7 +30,7 @@ class FarOutputs:
     """Rows of logits, float32 [m, V].
 
     Attributes:
-        reads: how often the logits were read.
+        reads: how often a row was read.
         asked: the views of each call of `candidates`.
         silent: rows for which there are no candidates.
     """
@@ -46,8 +46,11 @@ class FarOutputs:
 
     @property
     def logits(self) -> Logits:
+        raise AssertionError("all rows were read")
+
+    def row(self, index: int) -> Logits:
         self.reads += 1
-        return self._logits
+        return self._logits[index]
 
     def candidates(self, views: Sequence[View]) -> list[Candidates | None]:
         self.asked.append(list(views))

@@ -57,6 +57,19 @@ def started(engine: Engine, number: int) -> Job:
     return job
 
 
+def watch_fetches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of rows of each fetch of logits."""
+    runner, fetched = engine._runner, list[int]()
+    fetch = runner.fetch  # type: ignore[attr-defined]
+
+    def watched(logits: Any, n: int) -> Any:
+        fetched.append(n)
+        return fetch(logits, n)
+
+    monkeypatch.setattr(runner, "fetch", watched)
+    return fetched
+
+
 def step(engine: Engine, jobs: list[Job]) -> Any:
     """The outputs of one row of each job."""
     last = [job.history[-1] for job in jobs]
@@ -66,17 +79,19 @@ def step(engine: Engine, jobs: list[Job]) -> Any:
     return outputs
 
 
-def test_tokens_are_those_of_the_logits_and_those_alone(engine: Engine) -> None:
+def test_tokens_are_those_of_the_logits_and_those_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = [started(engine, number) for number in range(len(FIELDS))]
-    read = [0] * len(jobs)
+    read, fetched = [0] * len(jobs), watch_fetches(engine, monkeypatch)
     scores: dict[int, list[Any]] = {number: [] for number in range(len(jobs))}
     for _ in range(STEPS):
         outputs = step(engine, jobs)
         tokens = NextTokens(jobs, outputs)
         for number, job in enumerate(jobs):
-            outputs._fetched = None  # each row for itself: was it read?
+            fetched.clear()
             token, logprobs = tokens.of(number)
-            read[number] += outputs.at_hand
+            read[number] += len(fetched)
             here = HostOutputs(outputs.logits, outputs.rows)
             expected, expected_logprobs = NextTokens([job], here, number).of(0)
             assert token == expected, (number, FIELDS[number])
@@ -117,11 +132,12 @@ def test_nothing_is_foreseen_for_sampled_tokens_and_greedy_ones_still_are(engine
     assert foreseen[9] >= STEPS - 2, foreseen
 
 
-def test_logits_that_a_prompt_leaves(engine: Engine) -> None:
+def test_logits_that_a_prompt_leaves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     job = started(engine, 2)
     rows = Rows.chain(job.running_sequence, [job.history[-1]], logits="last")
     outputs = engine.forward(rows, Kind.PROMPT)
+    fetched = watch_fetches(engine, monkeypatch)
     token, _ = NextTokens([job], outputs).of(0)
-    assert not outputs.at_hand
+    assert fetched == []
     assert token == NextTokens([job], HostOutputs(outputs.logits, outputs.rows)).of(0)[0]
     engine.close(job.running_sequence)
