@@ -112,22 +112,26 @@ class Sampler:
     def _adjustments(self, history: TokenIds, banned: Collection[int]) -> Adjustments | None:
         """Repetition (CTRL, Keskar et al. 2019), frequency and presence: each id of the window once."""
         sampling = self.sampling
-        window, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-        if self._penalises and len(history):
-            last = np.asarray(history[-sampling.penalty_window :], dtype=np.int64)
-            window, counts = np.unique(last, return_counts=True)
-        if not (len(self._bias_ids) or len(window) or banned):
+        if not (self._penalises or len(self._bias_ids) or banned):
             return None
-        bans = np.array(list(banned), dtype=np.int64)
-        ids = np.unique(np.concatenate([self._bias_ids, window, bans]))
+        last = history[-sampling.penalty_window :] if self._penalises else ()
+        window, counts = np.unique(np.asarray(last, dtype=np.int64), return_counts=True)
+        ids = window
+        if len(self._bias_ids) or banned:
+            ids = np.unique(np.concatenate([self._bias_ids, window, np.array(list(banned), np.int64)]))
+        if not len(ids):
+            return None
         kinds = np.zeros(len(ids), dtype=np.int32)
         biases, frequencies = np.zeros((2, len(ids)), dtype=np.float32)
-        at = np.searchsorted(ids, self._bias_ids)
-        kinds[at], biases[at] = BIASED, self._bias
         at = np.searchsorted(ids, window)
-        kinds[at] += PENALISED
+        kinds[at] = PENALISED
         frequencies[at] = counts.astype(np.float32) * np.float32(sampling.frequency_penalty)
-        kinds[np.searchsorted(ids, bans)] += BANNED
+        if len(self._bias_ids):
+            at = np.searchsorted(ids, self._bias_ids)
+            kinds[at] += BIASED
+            biases[at] = self._bias
+        if banned:
+            kinds[np.searchsorted(ids, list(banned))] += BANNED
         repetition = np.float32(max(sampling.repetition_penalty, _SMALLEST))
         presence = np.float32(sampling.presence_penalty)
         return Adjustments(ids.astype(np.int32), kinds, biases, frequencies, repetition, presence)

@@ -47,7 +47,7 @@ def can_be_looked_at(view: View, n_vocab: int) -> bool:
     if view.adjustments is None:
         return True
     ids = view.adjustments.ids
-    return len(ids) <= MOST_ADJUSTMENTS and int(ids[-1]) < n_vocab
+    return len(ids) <= MOST_ADJUSTMENTS and int(ids[0]) >= 0 and int(ids[-1]) < n_vocab
 
 
 @dataclass(frozen=True, slots=True)
