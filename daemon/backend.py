@@ -7,11 +7,13 @@ these interfaces. A backend is one device.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.candidates import Candidates, View
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.memory import Ledger
 from slotd.daemon.models.model import Interrupt
@@ -39,6 +41,24 @@ class Outputs(Protocol):
         """float32 [m, n_vocab] in host memory; may have to be fetched, the first time."""
         ...
 
+    def row(self, index: int) -> Logits:
+        """float32 [n_vocab], one row of `logits`, and no more than that is fetched. Read only."""
+        ...
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the logits lie in host memory: then nothing is won by asking for candidates."""
+        ...
+
+    def candidates(self, views: SequenceOf[View]) -> list[Candidates | None]:
+        """What the device finds best in each view, without the logits on their way to the host.
+
+        None where it gives no answer and the row has to be read: values that are not finite, too many that
+        are equal, too many adjustments. Whether it does depends on the row and the view alone, but for want
+        of device memory.
+        """
+        ...
+
     def greedy(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """(ids, finite), int32 [m], bool [m]: id of the highest logit, the lowest of equals; is it finite?
 
@@ -55,6 +75,8 @@ class HostOutputs:
         rows: int64 [m].
     """
 
+    at_hand = True
+
     def __init__(self, logits: Logits, rows: npt.NDArray[np.int64]) -> None:
         self.logits = logits
         self.rows = rows
@@ -62,6 +84,13 @@ class HostOutputs:
     def greedy(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         ids = np.argmax(self.logits, axis=1)  # the first of equals; stops at a NaN
         return ids.astype(np.int32), np.isfinite(self.logits[np.arange(len(ids)), ids])
+
+    def row(self, index: int) -> Logits:
+        found: Logits = self.logits[index]
+        return found
+
+    def candidates(self, views: SequenceOf[View]) -> list[Candidates | None]:
+        return [None] * len(views)
 
 
 class Runner(Protocol):

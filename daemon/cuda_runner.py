@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.backend import Logits, Outputs
+from slotd.daemon.candidates import Candidates, View
 from slotd.daemon.cuda_steps import CudaSteps, tokens_of
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.memory import DeviceLost, OutOfDeviceMemory
@@ -21,24 +23,31 @@ from slotd.daemon.ops.cuda_batch import BatchLayout, pack_prompt
 from slotd.daemon.ops.cuda_graphs import PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
+from slotd.daemon.ops.cuda_sample import SampleLayout, can_be_looked_at, pack, sample, unpack
 from slotd.daemon.rows import Rows
 
 
 class CudaOutputs:
     """Outputs on the device: see `backend.Outputs`.
 
+    `at_hand` does not tell what was fetched: how a token was found must not depend on who read what before.
+
     Args:
         runner: whose call it was; logits are there until its next call.
         logits: float32 [m or more, n_vocab] on the device.
         best: int32 [m, 2] in host memory: id and whether the row is finite.
         rows: int64 [m].
+        steps: when it was a step: they are told when more is asked for than what is best.
     """
 
+    at_hand = False
+
     def __init__(
-        self, runner: CudaRunner, logits: Any, best: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
-    ) -> None:
+        self, runner: CudaRunner, logits: Any, best: npt.NDArray[np.int32], rows: npt.NDArray[np.int64],
+        steps: CudaSteps | None = None,
+    ) -> None:  # fmt: skip
         self.rows = rows
-        self._best = best
+        self._best, self._steps = best, steps
         self._runner, self._call, self._device = runner, runner.calls, logits
         self._fetched: Logits | None = None
 
@@ -50,13 +59,37 @@ class CudaOutputs:
             ValueError: asked for the first time after the next call.
         """
         if self._fetched is None:
-            if self._runner.calls != self._call:
-                raise ValueError("the logits of an earlier call are gone")
+            self._check_there()
             self._fetched = self._runner.fetch(self._device, len(self.rows))
         return self._fetched
 
+    def row(self, index: int) -> Logits:
+        """float32 [n_vocab] in host memory. Raises ValueError as `logits`."""
+        if self._fetched is not None:
+            rows, at = self._fetched, index
+        else:
+            self._check_there()
+            rows, at = self._runner.fetch(self._device[index : index + 1], 1), 0
+        found: Logits = rows[at]
+        return found
+
+    def candidates(self, views: SequenceOf[View]) -> list[Candidates | None]:
+        """See `backend.Outputs`.
+
+        Raises:
+            ValueError: asked after the next call.
+        """
+        self._check_there()
+        if self._steps is not None:
+            self._steps.foresee_nothing()
+        return self._runner.candidates(self._device, views)
+
     def greedy(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         return self._best[:, 0].copy(), self._best[:, 1] != 0
+
+    def _check_there(self) -> None:
+        if self._runner.calls != self._call:
+            raise ValueError("the logits of an earlier call are gone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +196,7 @@ class CudaRunner:
         step = self._steps.run(rows)
         wanted = np.flatnonzero(rows.logits)
         logits = step.logits if len(wanted) == len(rows) else step.logits[wanted]
-        return CudaOutputs(self, logits, step.ids[wanted], wanted)
+        return CudaOutputs(self, logits, step.ids[wanted], wanted, self._steps)
 
     def device_is_broken(self) -> bool:
         """Whether nothing can be computed any more."""
@@ -178,6 +211,27 @@ class CudaRunner:
         self._stream.wait()
         rows: Logits = pinned.array[:n_bytes].view(np.float32).reshape(n, -1).copy()
         return rows
+
+    @_errors_that_stick
+    def candidates(self, logits: Any, views: SequenceOf[View]) -> list[Candidates | None]:
+        """What is best in views of logits, float32 [m, n_vocab] on the device; see `backend.Outputs`."""
+        n_vocab = logits.shape[1]
+        asked = [view for view in views if can_be_looked_at(view, n_vocab)]
+        if not asked:
+            return [None] * len(views)
+        layout = SampleLayout.of(asked)
+        try:
+            work = self._memory.empty((layout.offsets[-1],), np.uint8)
+        except OutOfDeviceMemory:
+            return [None] * len(views)  # the rows give the same tokens
+        pinned = self._pinned(max(layout.n_bytes_in, layout.n_bytes_out))
+        pack(layout, asked, pinned.array)
+        self._stream.upload(work.data.ptr, pinned, layout.n_bytes_in)
+        sample(logits, layout, work.data.ptr)
+        self._stream.download(pinned, work.data.ptr + layout.offsets[1], layout.n_bytes_out)
+        self._stream.wait()
+        found = iter(unpack(layout, asked, n_vocab, pinned.array[: layout.n_bytes_out]))
+        return [next(found) if can_be_looked_at(view, n_vocab) else None for view in views]
 
     # ----- both
 

@@ -157,6 +157,10 @@ class CudaSteps:
         if self._last is not None and not set(sequences).isdisjoint(self._last.sequences):
             self._last = self._ahead = None
 
+    def foresee_nothing(self) -> None:
+        """The tokens of the next step are not those that the last one found best, or only by chance."""
+        self._last = None
+
     def drop_graphs(self) -> None:
         """Forget all graphs; the next steps capture theirs again."""
         self._pairs.clear()

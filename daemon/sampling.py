@@ -7,6 +7,10 @@ function of (seed, n), so it does not matter how many tokens a step of the model
 
 Only values are sorted, never ids: a draw picks a rank, and the id follows from the value at that rank and
 its place among equal values. That is the documented order without a sort of the whole vocabulary by id.
+
+A device can name the best of a row (`candidates`) where the row itself would be long under way. A choice
+among them is the choice from the whole row: what lies behind them is known within bounds, and where the
+token is not the same at both ends there is no answer, and the row has to be read.
 """
 
 from __future__ import annotations
@@ -17,16 +21,24 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.candidates import BANNED, BIASED, PENALISED, Adjustments, Candidates, View
 from slotd.protocol.errors import RequestError
 from slotd.protocol.messages import Sampling, TokenLogprob
 
 Logits = npt.NDArray[np.float32]
+Weights = npt.NDArray[np.float64]
 TokenIds = SequenceOf[int] | npt.NDArray[np.int32]
 
 #: Lower temperatures (but for 0, which is greedy) count as this one.
 MIN_TEMPERATURE = 1e-3
 
-_LARGEST = np.finfo(np.float32).max
+#: Most candidates that are asked for.
+MOST_CANDIDATES = 1024
+
+#: How far two sums of a row's weights, in different orders, may lie apart, relative to them: 2^20 additions
+#: err by 2^-33 at most.
+SUM_ERROR = 1e-9
+
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _MASK64 = 2**64 - 1
 
@@ -67,53 +79,115 @@ class Sampler:
             RequestError: ``nonfinite``, there is a NaN or +inf, or nothing but -inf.
         """
         best = _best(logits, n)
-        if len(self._bias) or self._penalises or banned:
-            logits = self._adjusted(logits, history, banned)
+        adjustments = self._adjustments(history, banned)
+        if adjustments is not None:
+            logits = adjustments.apply(logits)
             best = _best(logits, n)
         if self.sampling.temperature == 0.0:
             return best
-        return self._draw(logits, n)
-
-    def _adjusted(self, logits: Logits, history: TokenIds, banned: Collection[int]) -> Logits:
-        logits = logits.copy()
-        logits[self._bias_ids] += self._bias
-        if self._penalises and len(history):
-            self._penalise(logits, history)
-        if banned:
-            logits[list(banned)] = -np.inf
-        return logits
-
-    def _penalise(self, logits: Logits, history: TokenIds) -> None:
-        """Repetition (CTRL, Keskar et al. 2019), then frequency and presence, each id of the window once."""
-        sampling = self.sampling
-        window = np.asarray(history[-sampling.penalty_window :], dtype=np.int64)
-        ids, counts = np.unique(window, return_counts=True)
-        values = logits[ids]
-        factor = np.float32(max(sampling.repetition_penalty, _SMALLEST))
-        with np.errstate(over="ignore"):
-            values = np.where(values > 0, values / factor, values * factor)
-        values -= counts.astype(np.float32) * np.float32(sampling.frequency_penalty)
-        values -= np.float32(sampling.presence_penalty)
-        # A tiny repetition_penalty overflows; that is a huge logit, not a fault of the model.
-        logits[ids] = np.minimum(values, _LARGEST)
-
-    def _draw(self, logits: Logits, n: int) -> int:
-        sampling = self.sampling
-        values = _largest_values(logits, sampling.top_k)
-        temperature = max(sampling.temperature, MIN_TEMPERATURE)
-        scaled = (values.astype(np.float64) - float(values[0])) / temperature
-        weights = np.exp(scaled)  # softmax up to its sum; weights[0] is 1
-        cumulative = np.cumsum(weights)
-        kept = len(weights)
-        if sampling.top_p < 1.0:  # the shortest head that holds top_p
-            kept = min(kept, int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1)
-        if sampling.min_p > 0.0:  # relative to the best, whose weight is 1
-            kept = min(kept, int(np.count_nonzero(weights >= sampling.min_p)))
-        # A product with at most 1 - 2^-53 rounds to less than the sum, so the rank is below `kept`; a weight
-        # of 0 (a logit of -inf) does not raise the sum and so is never the first one above the target.
-        target = uniform(self.seed, n) * cumulative[kept - 1]
-        rank = int(np.searchsorted(cumulative, target, side="right"))
+        values = _largest_values(logits, self.sampling.top_k)
+        rank = _draw(values, self.sampling, uniform(self.seed, n))
+        assert rank is not None
         return _id_at_rank(logits, values, rank)
+
+    def view(self, row: int, history: TokenIds, banned: Collection[int] = ()) -> View:
+        """What `pick` has to know of a row of outputs; the other arguments are those of `sample`."""
+        sampling, adjustments = self.sampling, self._adjustments(history, banned)
+        if sampling.temperature == 0.0:
+            return View(row, 1, adjustments=adjustments)
+        if 0 < sampling.top_k <= MOST_CANDIDATES:
+            return View(row, sampling.top_k, adjustments=adjustments)
+        return View(row, MOST_CANDIDATES, max(sampling.temperature, MIN_TEMPERATURE), adjustments)
+
+    def pick(self, candidates: Candidates, n: int) -> int | None:
+        """The place among the candidates of what `sample` gives; None if the whole row has to be read."""
+        sampling = self.sampling
+        if sampling.temperature == 0.0:
+            return 0
+        values, number = candidates.values, uniform(self.seed, n)
+        if candidates.complete or 0 < sampling.top_k <= len(values):
+            return _draw(values[: sampling.top_k or None], sampling, number)
+        return _draw(values, sampling, number, candidates.total)
+
+    def _adjustments(self, history: TokenIds, banned: Collection[int]) -> Adjustments | None:
+        """Repetition (CTRL, Keskar et al. 2019), frequency and presence: each id of the window once."""
+        sampling = self.sampling
+        if not (self._penalises or len(self._bias_ids) or banned):
+            return None
+        last = history[-sampling.penalty_window :] if self._penalises else ()
+        window, counts = np.unique(np.asarray(last, dtype=np.int64), return_counts=True)
+        ids = window
+        if len(self._bias_ids) or banned:
+            ids = np.unique(np.concatenate([self._bias_ids, window, np.array(list(banned), np.int64)]))
+        if not len(ids):
+            return None
+        kinds = np.zeros(len(ids), dtype=np.int32)
+        biases, frequencies = np.zeros((2, len(ids)), dtype=np.float32)
+        at = np.searchsorted(ids, window)
+        kinds[at] = PENALISED
+        frequencies[at] = counts.astype(np.float32) * np.float32(sampling.frequency_penalty)
+        if len(self._bias_ids):
+            at = np.searchsorted(ids, self._bias_ids)
+            kinds[at] += BIASED
+            biases[at] = self._bias
+        if banned:
+            kinds[np.searchsorted(ids, list(banned))] += BANNED
+        repetition = np.float32(max(sampling.repetition_penalty, _SMALLEST))
+        presence = np.float32(sampling.presence_penalty)
+        return Adjustments(ids.astype(np.int32), kinds, biases, frequencies, repetition, presence)
+
+
+def _draw(values: Logits, sampling: Sampling, number: float, total: float | None = None) -> int | None:
+    """The rank that a number in [0, 1) draws, by top_k, softmax at temperature, top_p and min_p.
+
+    Args:
+        values: the head of the order, float32 [k].
+        total: the sum of the weights of all values, where more of them than `values` may be drawn.
+
+    Returns:
+        None where it depends on what lies behind `values`.
+    """
+    temperature = max(sampling.temperature, MIN_TEMPERATURE)
+    scaled = (values.astype(np.float64) - float(values[0])) / temperature
+    weights = np.exp(scaled)  # softmax up to its sum; weights[0] is 1
+    cumulative = np.cumsum(weights)
+    known, least = float(cumulative[-1]), float(weights[-1])
+    if total is None:
+        low = high = _kept(weights, cumulative, sampling, known, known, 0.0)
+    else:
+        low, high = total * (1 - SUM_ERROR), total * (1 + SUM_ERROR)
+        if sampling.top_k:
+            most = known + (sampling.top_k - len(values)) * least
+            low, high = known, min(high, most * (1 + SUM_ERROR))
+        low = _kept(weights, cumulative, sampling, low, known, 0.0)
+        high = _kept(weights, cumulative, sampling, high, high, least)
+    # A product with at most 1 - 2^-53 rounds to less than the sum, so the rank is one of those kept; a weight
+    # of 0 (a logit of -inf) does not raise the sum and so is never the first one above the target.
+    first = int(np.searchsorted(cumulative, number * low, side="right"))
+    last = int(np.searchsorted(cumulative, number * high, side="right")) if high > low else first
+    return first if first == last < len(values) else None
+
+
+def _kept(
+    weights: Weights, cumulative: Weights, sampling: Sampling, total: float, uncut: float, more: float
+) -> float:
+    """The sum of the weights that top_p and min_p leave; or a bound of it, where the cut lies behind these.
+
+    Args:
+        weights, cumulative: float64 [k], of the head of the order, descending, and their running sum.
+        total: of all weights.
+        uncut: what min_p leaves when it leaves all of the head.
+        more: what top_p may leave beyond its share of the total when the cut lies behind the head.
+    """
+    kept = total
+    if sampling.top_p < 1.0:  # the shortest head that holds top_p
+        share = sampling.top_p * total
+        last = int(np.searchsorted(cumulative, share))
+        kept = float(cumulative[last]) if last < len(cumulative) else min(share + more, total)
+    if sampling.min_p > 0.0:  # relative to the best, whose weight is 1
+        count = int(np.count_nonzero(weights >= sampling.min_p))
+        kept = min(kept, float(cumulative[count - 1]) if count < len(weights) else uncut)
+    return kept
 
 
 def uniform(seed: int, n: int) -> float:
@@ -142,12 +216,38 @@ def logprobs(logits: Logits, chosen: int, top_n: int) -> TokenLogprob:
         RequestError: ``nonfinite``, as `Sampler.sample`.
     """
     highest = float(logits[_best(logits)])
-    total = np.log(np.sum(np.exp(logits.astype(np.float64) - highest)))
+    total = float(np.sum(np.exp(logits.astype(np.float64) - highest)))
+    best = _best_ids(logits, top_n)
+    return _logprobs(highest, total, logits[chosen], best, logits[best])
 
-    def logprob(id: int) -> float:
-        return float(np.float32(float(logits[id]) - highest - total))
 
-    return TokenLogprob(logprob(chosen), tuple((id, logprob(id)) for id in _best_ids(logits, top_n)))
+def logprobs_view(row: int, top_n: int) -> View:
+    """What `candidate_logprobs` has to know of a row of outputs."""
+    return View(row, max(top_n, 1), 1.0)
+
+
+def candidate_logprobs(candidates: Candidates, chosen: np.float32, top_n: int) -> TokenLogprob:
+    """`logprobs`, by another order of the sum: values may differ in the last bit of a float64 logarithm.
+
+    Args:
+        candidates: of the view `logprobs_view`.
+        chosen: raw logit of the chosen id.
+    """
+    assert candidates.total is not None
+    highest, ids = float(candidates.values[0]), candidates.ids[:top_n].tolist()
+    return _logprobs(highest, candidates.total, chosen, ids, candidates.values[:top_n])
+
+
+def _logprobs(
+    highest: float, total: float, chosen: np.float32, ids: list[int], values: Logits
+) -> TokenLogprob:
+    """total: the sum of exp(logit - highest) over the vocabulary."""
+    log_total = np.log(total)
+
+    def logprob(logit: np.float32) -> float:
+        return float(np.float32(float(logit) - highest - log_total))
+
+    return TokenLogprob(logprob(chosen), tuple((id, logprob(v)) for id, v in zip(ids, values, strict=True)))
 
 
 def _best(logits: Logits, n: int | None = None) -> int:

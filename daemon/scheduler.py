@@ -30,7 +30,7 @@ from slotd.daemon.link import Emit, Finished, Line, Progress, Started, State, St
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.models.model import Interrupted
-from slotd.daemon.next_token import next_token
+from slotd.daemon.next_token import NextTokens
 from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
@@ -311,7 +311,7 @@ class Scheduler:
             return
         job.phase = Phase.DECODE
         job.account.enter("decode")
-        self._choose(job, outputs, len(outputs.rows) - 1)
+        self._choose(job, NextTokens([job], outputs, len(outputs.rows) - 1), 0)
 
     # ----- decode
 
@@ -329,7 +329,7 @@ class Scheduler:
         """One step of all jobs in one call. Returns those that have to be stepped alone."""
         n_committed, failure = 0, None
         try:
-            outputs = self._engine.forward(_next_rows(jobs), Kind.STEP)
+            tokens = NextTokens(jobs, self._engine.forward(_next_rows(jobs), Kind.STEP))
             for row, job in enumerate(jobs):
                 self._engine.commit(job.running_sequence, [row])
                 n_committed += 1
@@ -340,7 +340,7 @@ class Scheduler:
         if failure is not None:
             self._recovery.split(failure)
         for row, job in enumerate(jobs[:n_committed]):
-            self._choose_or_fail(job, outputs, row)
+            self._choose_or_fail(job, tokens, row)
         return jobs[n_committed:]  # what the others have committed stays
 
     def _step_alone(self, job: Job) -> None:
@@ -349,23 +349,23 @@ class Scheduler:
         except Exception as error:
             self._fail(job, error)
         else:
-            self._choose_or_fail(job, outputs, 0)
+            self._choose_or_fail(job, NextTokens([job], outputs), 0)
 
     def _compute_step(self, job: Job) -> Outputs:
         outputs = self._engine.forward(_next_rows([job]), Kind.STEP)
         self._engine.commit(job.running_sequence, [0])
         return outputs
 
-    def _choose_or_fail(self, job: Job, outputs: Outputs, row: int) -> None:
+    def _choose_or_fail(self, job: Job, tokens: NextTokens, index: int) -> None:
         try:
-            self._choose(job, outputs, row)
+            self._choose(job, tokens, index)
         except Exception as error:
             self._fail(job, error)
 
-    def _choose(self, job: Job, outputs: Outputs, row: int) -> None:
-        """Sample the next token from a row of logits, hand it out, and end the answer when it says so."""
+    def _choose(self, job: Job, tokens: NextTokens, index: int) -> None:
+        """Sample the next token from its row of logits, hand it out, and end the answer when it says so."""
         job.account.enter("sample")
-        token, scores = next_token(job, outputs, row)
+        token, scores = tokens.of(index)
         job.take(token)
         self._totals.generated_tokens += 1
         job.account.enter("emit")

@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_process", "engine_life", "in_flight", "slots_seen"),
     ("link_wire", "shared_state"),
     ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
-    + ("idle_unload", "state_file", "totals"),
+    + ("candidates", "idle_unload", "state_file", "totals"),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.
@@ -69,6 +69,7 @@ ENGINE = (
         "job",
         "next_token",
         "parking",
+        "candidates",
         "retained",
         "spilled_slots",
         "engine",
