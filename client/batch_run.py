@@ -84,6 +84,8 @@ def run(
             journal = Journal(Path(files.out), settings_hash(settings, defaults), resume=files.resume)
             stack.callback(journal.close)
             _say_resume(files, journal, screen)
+            if os.path.exists(files.out):
+                screen.notice(f"{files.out} is there already: it is replaced when all jobs are done")
         sink = PipeSink(sys.stdout.buffer) if journal is None else FileSink(journal)
         try:
             progress = stack.enter_context(BatchProgress(_size(files.source)))

@@ -252,7 +252,8 @@ def batch(
 
     IN and OUT may be - for stdin and stdout: then lines are answered as they come. A file is finished by a
     rename; until then finished records are kept in OUT.jsonl.part, from where --resume goes on. When OUT is
-    complete there is nothing to resume, and --resume is refused.
+    complete there is nothing to resume, and --resume is refused; without it a new run replaces OUT when it
+    is complete.
 
     A job is an object with prompt, ids or messages, and optionally params and id; or a line of an OpenAI
     batch file. Sampling flags are the defaults of jobs that say nothing else.

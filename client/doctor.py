@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
+#: What cannot be said without a daemon.
+NO_DAEMON = "unknown, because no daemon could be started"
+
 SELF_TEST_TEXT = "The quick brown fox"
 SELF_TEST_TOKENS = 5
 
@@ -58,7 +61,7 @@ def examine(find_model: Callable[[], Path], open_client: Callable[[Path], Client
     except (SlotdError, OSError) as error:
         code = exit_code(error) if isinstance(error, SlotdError) else EXIT_FAILED
         facts["self_test"] = {"ok": False, "error": str(error), "exit_code": code}
-    facts["device"] = device(facts["backend"] or {})
+    facts["device"] = device(facts["backend"] or {}, facts["self_test"].get("error"))
     return facts
 
 
@@ -93,19 +96,23 @@ def versions() -> Facts:
     }
 
 
-def device(backend: Mapping[str, Any]) -> Facts:
+def device(backend: Mapping[str, Any], failure: str | None = None) -> Facts:
     """The accelerator that the daemon computes on, or why there is none.
 
-    backend: what the daemon says of itself; empty when there is no daemon.
+    Args:
+        backend: what the daemon says of itself; empty when there is no daemon.
+        failure: why there is none.
     """
     if "device" in backend:
         return {"name": backend["device"], **{name: backend.get(name) for name in _DEVICE_FACTS}}
-    if cupy_version() is None and importlib.util.find_spec("cupy") is None:
+    if not backend and failure is not None and failure.startswith("--device "):
+        reason = failure
+    elif cupy_version() is None and importlib.util.find_spec("cupy") is None:
         reason = "CuPy is not installed, so everything runs on NumPy"
     elif backend:
         reason = "CuPy is installed; CUDA found no device, or --device said cpu"
     else:
-        reason = "unknown: no daemon"
+        reason = NO_DAEMON
     return {"name": None, "reason": reason}
 
 
@@ -143,10 +150,7 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
         ("packages", ", ".join(f"{name} {versions[name]}" for name in ("numpy", "gguf", "tokenizers"))),
         ("CuPy", versions["cupy"] or "not installed"),
         ("device", _device_words(facts["device"])),
-        (
-            "backend",
-            f"{backend.get('name')}, math {backend.get('math')}" if backend else "unknown: no daemon",
-        ),
+        ("backend", f"{backend.get('name')}, math {backend.get('math')}" if backend else NO_DAEMON),
         ("CPU", f"{cpu['cores']} cores; BLAS {cpu['blas']}, threads: {cpu['blas_threads']}"),
         ("memory", f"{_gib(memory['available'])} available of {_gib(memory['total'])}"),
         ("model", model.get("path", "none")),

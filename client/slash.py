@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from slotd.client.chat import Chat
 
 
+#: Counts of `cache_stats` that /slots shows, and what they are called there.
+CACHE_COUNTS = (
+    ("prefix_hits", "prompts started from a slot"),
+    ("prefix_hit_tokens", "tokens that were in these slots"),
+    ("passed", "prompts with a slot that saved no time"),
+    ("misses", "prompts that no slot fits"),
+    ("confirmed", "prefixes kept in a slot"),
+    ("aborted", "prefixes that could not be kept"),
+    ("cleared", "times the daemon cleared the slots"),
+)
+
+
 class Quit(Exception):
     """/quit was typed."""
 
@@ -92,9 +104,8 @@ def _slots(chat: Chat, argument: str) -> None:
     if not stats["active"]:
         chat.ui.notice("the prefix cache is off")
         return
-    names = ("prefix_hits", "prefix_hit_tokens", "passed", "misses", "confirmed", "aborted", "cleared")
     chat.ui.notice(f"prefix cache: {prefix['entries']} of {prefix['slots']} slots, {prefix['tokens']} tokens")
-    chat.ui.table([(name, str(stats[name])) for name in names])
+    chat.ui.table([(said, str(stats[name])) for name, said in CACHE_COUNTS])
 
 
 def _cached(entry: Mapping[str, Any] | None) -> str:

@@ -114,6 +114,7 @@ def counter_rows(status: Mapping[str, Any]) -> Rows:
     began = ", ".join(f"{name} {_int(totals.get(key))}" for key, name in BEGINNINGS)
     moves = ", ".join(f"{_int(tier.get(key))} {name}" for key, name in MOVES)
     return [
+        *_engine_row(_map(status.get("engine"))),
         ("requests", f"{_int(totals.get('requests')):,}"),
         ("began from", began),
         ("prompt tokens", f"{prompt:,}, {reused:,} of them reused{share}"),
@@ -124,6 +125,16 @@ def counter_rows(status: Mapping[str, Any]) -> Rows:
         ("pool trims", _trims(_map(recovery.get("trims"))) or "none"),
         ("slots moved", moves),
     ]
+
+
+def _engine_row(engine: Mapping[str, Any]) -> Rows:
+    """The process that computes, when it is one of its own."""
+    if not engine:
+        return []
+    text = f"process {_int(engine.get('pid'))}, {clean(engine.get('phase', '?'))}"
+    text += f", replaced {_int(engine.get('replacements'))} times"
+    died_of = engine.get("died_of")
+    return [("engine", f"{text}, the last one died of: {clean(died_of)}" if died_of else text)]
 
 
 def _trims(trims: Mapping[str, Any]) -> str:
@@ -144,6 +155,8 @@ def head_line(props: Mapping[str, Any], status: Mapping[str, Any]) -> str:
         f"{_int(status.get('queued'))} waiting", f"epoch {_int(status.get('epoch'))}",
         f"policy when out of memory: {props.get('oom_policy', '?')}",
     ]  # fmt: skip
+    if status.get("target", "loaded") != "loaded":
+        parts.append(f"weights {status['target']}")
     return ", ".join(clean(part) for part in parts)
 
 

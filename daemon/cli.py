@@ -341,7 +341,7 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
 
 
 @main.command(cls=Command, context_settings=CONTEXT)
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(), metavar="[FILE]")
 @click.option(
     "-c", "--ctx", "--max-ctx", "ctx", type=int,
     help="Context length for the memory figures [default: the model's].",
@@ -355,15 +355,21 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
     help=f"Type of cached values: {KV_TYPES}.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> None:
-    """Print what a GGUF file is, what it needs, and whether slotd can run it (exit code 3 when not)."""
-    _run(lambda: _inspect(file, ctx, k_type, v_type, as_json), 0)
+@click.option("-v", "--verbose", count=True, help="More log on stderr, and where a failure came from.")
+def inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool, verbose: int) -> None:
+    """Print what a GGUF file is, what it needs, and whether slotd can run it (exit code 3 when not).
+
+    Without FILE `slotd inspect` takes the default model.
+    """
+    setup_logging(verbose)
+    _run(lambda: _inspect(file, ctx, k_type, v_type, as_json), verbose)
 
 
 def _inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> int:
+    from slotd.daemon.kv.numpy_need import numpy_need
     from slotd.daemon.weights.inspection import inspect_file
 
-    report = inspect_file(file, ctx=ctx, k_type=k_type, v_type=v_type)
+    report = inspect_file(file, numpy_need, ctx=ctx, k_type=k_type, v_type=v_type)
     click.echo(report.to_json() if as_json else report.to_text())
     return 0 if report.runnable else EXIT_MODEL
 

@@ -23,6 +23,7 @@ from slotd.daemon.memory import DeviceLost, Faults, OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import EMBED
 from slotd.daemon.prompt_files import write_ids
 from slotd.daemon.scheduler import Scheduler
+from slotd.daemon.smallest_request import check_smallest_request
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.errors import CODES, ConfigError, RequestError
 from slotd.protocol.grammar import VERBS
@@ -41,7 +42,7 @@ def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
 
     Raises:
         ModelError: the file cannot be used.
-        ConfigError: a setting does not fit the model.
+        ConfigError: a setting does not fit the model, or the memory is too small for any request.
     """
     began = time.monotonic()
     model = open_model(config.model)
@@ -69,6 +70,7 @@ def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
         raise ConfigError(
             f"{config.model}: {needed}; when the next one had no room, {limit} had {error.free} bytes left"
         ) from error
+    check_smallest_request(engine, config.memory_limit)
     log.info("%s loaded in %.1f s", config.model, time.monotonic() - began)
     return engine
 

@@ -13,6 +13,7 @@ from slotd.daemon.kv.element_types import KvType
 from slotd.daemon.kv.page_storage import PageStorage, Place, StoredPages
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, pages_for
 from slotd.daemon.memory import Ledger
+from slotd.daemon.memory.pinned_stretch import Stretch
 from slotd.daemon.ops.page_layout import Bytes, PageLayout
 
 #: Page tables whose addresses are remembered: those of the rows of one step.
@@ -29,6 +30,7 @@ class PageCopies(Protocol):
     def pages_per_block(self) -> int: ...
     def host_block(self) -> Bytes: ...
     def address(self, segment: Any) -> int: ...
+    def pin(self, memory: Stretch) -> None: ...
     def settle(self) -> None: ...
     def copy(self, sources: Addresses, targets: Addresses, n: int) -> None: ...
     def move(self, sources: Addresses, targets: Addresses) -> None: ...
@@ -98,6 +100,9 @@ class CudaPageStore(PageStorage):
 
     def settle(self) -> None:
         self._copies.settle()
+
+    def pin(self, memory: Stretch) -> None:
+        self._copies.pin(memory)
 
     def _put_segment(self, number: int, block: Any) -> None:
         self._tables.clear()  # the same pages, at other places

@@ -20,7 +20,7 @@ import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,19 +87,24 @@ class HostArena:
         descriptor: of `make_arena`.
         budget: most bytes of slots, for the tier's own account.
         recorded: keep the directory, for a process that comes after this one.
+
+    Attributes:
+        address, size: of all of it; memory is there for the first `taken` bytes.
+        on_release: called with an address before the memory from there on goes back to the system.
     """
 
     def __init__(self, descriptor: int, budget: int, *, recorded: bool) -> None:
         self.budget = budget
         self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
-        self._cells = mmap.mmap(descriptor, self._size)
+        self.size = os.fstat(descriptor).st_size
+        self._cells = mmap.mmap(descriptor, self.size)
         self._recorded = recorded
         self._directory = ArenaDirectory(self._cells)
         self._payloads: dict[int, _Payload] = {}  # by address of the images
         self._released: deque[int] = deque()
         self._lock = threading.RLock()
-        self._base = np.frombuffer(self._cells, np.uint8).ctypes.data
+        self.address = int(np.frombuffer(self._cells, np.uint8).ctypes.data)
+        self.on_release: Callable[[int], None] = lambda address: None
         self._generation = max((entry.generation for entry in self._directory.entries().values()), default=0)
         self._taken = DIRECTORY_BYTES  # how far memory was taken from the system
         self._sums: queue.SimpleQueue[tuple[_Payload, Bytes]] | None = None
@@ -143,7 +148,7 @@ class HostArena:
             if payload.offset - offset >= length:
                 break
             offset = _aligned(payload.offset + payload.length)
-        if offset + length > self._size:
+        if offset + length > self.size:
             return None
         self._take(offset + length)
         return _Payload(offset, length)
@@ -151,7 +156,7 @@ class HostArena:
     def _take(self, end: int) -> None:
         if end <= self._taken:
             return
-        end = min(max(end, self._taken + min(PIECE, max(self._taken, FIRST_PIECE))), self._size)
+        end = min(max(end, self._taken + min(PIECE, max(self._taken, FIRST_PIECE))), self.size)
         try:
             os.posix_fallocate(self._descriptor, self._taken, end - self._taken)
         except OSError as error:
@@ -163,7 +168,7 @@ class HostArena:
         first = payload.offset + start
         view = memoryview(self._cells)[first : payload.offset + payload.length]
         flat = np.frombuffer(view, np.uint8)
-        address = self._base + first
+        address = self.address + first
         owner = flat.base
         assert isinstance(owner, memoryview)
         payload.view = weakref.ref(owner, lambda _: self._released.append(address))
@@ -179,8 +184,9 @@ class HostArena:
             self._give_back(end)
 
     def _give_back(self, end: int) -> None:
+        self.on_release(self.address + end)
         os.ftruncate(self._descriptor, end)
-        os.ftruncate(self._descriptor, self._size)
+        os.ftruncate(self._descriptor, self.size)
         self._taken = end
 
     # ----- the directory

@@ -97,6 +97,8 @@ class HostTier:
         self._store = store
         self._slots = slots
         self._leaving: set[Slot] = set()
+        if arena is not None:
+            store.pin(arena)
         self.spill: Callable[[int, Slot], bool] = lambda number, slot: False
 
     @property

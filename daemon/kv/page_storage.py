@@ -16,6 +16,7 @@ import numpy as np
 from slotd.daemon.kv.element_types import KvType
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
 from slotd.daemon.memory import Ledger
+from slotd.daemon.memory.pinned_stretch import Stretch
 from slotd.daemon.ops.page_layout import Bytes, PageLayout
 
 #: Where one token's K and V lie: page, and place in it.
@@ -174,6 +175,10 @@ class PageStorage(ABC):
         }  # fmt: skip
 
     # ----- contents
+
+    def pin(self, memory: Stretch) -> None:
+        """Prepare to `read` into images of this memory and to `write` from them; nothing need be done."""
+        return
 
     def stored(self, images: Bytes, n_tokens: int) -> StoredPages:
         """Page images, uint8 [pages, page bytes], as what `read` returns."""

@@ -117,6 +117,15 @@ class Ledger(ABC):
             yield
 
     @contextmanager
+    def without_faults(self) -> Iterator[None]:
+        """Nothing inside is counted or fails on purpose."""
+        faults, self._faults = self._faults, None
+        try:
+            yield
+        finally:
+            self._faults = faults
+
+    @contextmanager
     def within(self, name: str) -> Iterator[None]:
         """Name a failure inside after a site without passing it: no fault is injected or counted.
 

@@ -3,14 +3,15 @@
 Inside the device everything is enqueued on the engine's stream. Between device and host a stream of its own
 copies, so that this can go on beside a step: pages are gathered into one block of device memory and go from
 there in one piece. That block is made at the start: what is moved out because memory is full must not need
-any. Blocks of host memory are pinned and kept: to pin one costs ten times as much as to fill it.
+any. Blocks of host memory are pinned and kept: to pin one costs ten times as much as to fill it. A stretch of
+host memory that slots get their place in (`pin`) is pinned in pieces, when they are first copied from or to.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cupy
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from slotd.daemon.memory import Ledger
 from slotd.daemon.memory.cuda_memory import is_out_of_memory
+from slotd.daemon.memory.pinned_stretch import PinnedStretch, Stretch
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.kernels import kernel
 from slotd.daemon.ops.page_layout import Bytes, PageLayout, Strides
@@ -71,6 +73,7 @@ class CudaPages:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._settled = cupy.cuda.Event(disable_timing=True)
         self._lock = threading.Lock()
+        self._stretch: PinnedStretch | None = None
         self.settle()
 
     @property
@@ -85,6 +88,15 @@ class CudaPages:
             MemoryError: the system has no memory left.
         """
         return _pinned(self.pages_per_block * self._layout.page_bytes).reshape(self.pages_per_block, -1)
+
+    def pin(self, memory: Stretch) -> None:
+        """Host memory that blocks for `read` and `write` may lie in; they need not be pinned otherwise."""
+        runtime = cupy.cuda.runtime
+
+        def register(address: int, n_bytes: int) -> None:
+            runtime.hostRegister(address, n_bytes, 0)
+
+        self._stretch = PinnedStretch(memory, register, runtime.hostUnregister)
 
     def address(self, segment: Any) -> int:
         """Where a segment lies."""
@@ -142,8 +154,8 @@ class CudaPages:
             self._stream.wait_event(self._settled)
             for start, stop in self._transfers(sources.shape[1]):
                 self._gather(sources[:, start:stop], TILE)
-                for image, offset, size in self._pieces(blocks, start, stop):
-                    self._transfer(image.ctypes.data, self._staging.data.ptr + offset, size, to_host=True)
+                for address, offset, size in self._pieces(blocks, start, stop):
+                    self._transfer(address, self._staging.data.ptr + offset, size, to_host=True)
             self._stream.synchronize()
 
     def write(self, targets: Addresses, blocks: Sequence[Bytes]) -> None:
@@ -151,8 +163,8 @@ class CudaPages:
         with self._lock:
             self._stream.wait_event(self._settled)
             for start, stop in self._transfers(targets.shape[1]):
-                for image, offset, size in self._pieces(blocks, start, stop):
-                    self._transfer(self._staging.data.ptr + offset, image.ctypes.data, size, to_host=False)
+                for address, offset, size in self._pieces(blocks, start, stop):
+                    self._transfer(self._staging.data.ptr + offset, address, size, to_host=False)
                 self._scatter(targets[:, start:stop], TILE)
             self._stream.synchronize()
 
@@ -197,16 +209,19 @@ class CudaPages:
         step = self._per_transfer
         return [(start, min(start + step, n_pages)) for start in range(0, n_pages, step)]
 
-    def _pieces(self, blocks: Sequence[Bytes], start: int, stop: int) -> list[tuple[Bytes, int, int]]:
-        """Pages start .. stop - 1 of blocks: (their first image, offset in the device's block, bytes)."""
-        pieces, page_bytes = [], self._layout.page_bytes
-        page = start
+    def _pieces(self, blocks: Sequence[Bytes], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Pages start .. stop - 1 of blocks in copies: (address, offset in the device's block, bytes)."""
+        page, offset, page_bytes = start, 0, self._layout.page_bytes
         while page < stop:
             block, inside = divmod(page, self.pages_per_block)
             count = min(stop - page, self.pages_per_block - inside)
-            pieces.append((blocks[block][inside:], (page - start) * page_bytes, count * page_bytes))
+            for address, size in self._parts(blocks[block][inside:].ctypes.data, count * page_bytes):
+                yield address, offset, size
+                offset += size
             page += count
-        return pieces
+
+    def _parts(self, address: int, size: int) -> list[tuple[int, int]]:
+        return [(address, size)] if self._stretch is None else self._stretch.parts(address, size)
 
     def _transfer(self, target: int, source: int, size: int, *, to_host: bool) -> None:
         runtime = cupy.cuda.runtime

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from slotd.daemon.weights.architectures import HyperParameters, left_out, read_hyper_parameters
 from slotd.daemon.weights.kv_formats import check_kv_formats, kv_bytes_per_token, kv_format
@@ -17,7 +18,20 @@ from slotd.protocol.errors import ConfigError, ModelError
 #: Longest context that can be asked about, in tokens.
 MAX_CONTEXT = 2**31 - 1
 
-_FLOAT32_BYTES = 4
+
+class Need(Protocol):
+    """Bytes of the parts of memory; see `kv.numpy_need`."""
+
+    @property
+    def weights(self) -> int: ...
+    @property
+    def kv(self) -> int: ...
+    @property
+    def working(self) -> int: ...
+
+
+#: Tells it for a context (tokens), a K type and a V type.
+FindNeed = Callable[[GgufFile, HyperParameters, int, str, str], Need]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +53,18 @@ class TypeTotal:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the model needs on the NumPy backend, in bytes.
+    """What the model needs on the NumPy backend, in bytes, for one request.
 
     Attributes:
         context: tokens of context that it holds for.
         k_type: how keys are stored.
         v_type: how values are stored.
         kv_per_token: keys and values of all layers for one token.
-        kv: the same for `context` tokens.
+        kv: the memory that is taken for those of `context` tokens.
         weights: all tensors that are computed with, as float32.
         state: recurrent state of one sequence; 0 when all layers have attention.
-        total: weights, kv and state.
+        working: at most, what a call needs beside.
+        total: all four: with so much as `--memory-limit` the request is answered.
     """
 
     context: int
@@ -59,6 +74,7 @@ class Memory:
     kv: int
     weights: int
     state: int
+    working: int
     total: int
 
 
@@ -112,12 +128,14 @@ class Inspection:
 
 
 def inspect_file(
-    path: str | os.PathLike[str], *, ctx: int | None = None, k_type: str = "f32", v_type: str = "f32"
-) -> Inspection:
+    path: str | os.PathLike[str], need: FindNeed, *, ctx: int | None = None, k_type: str = "f32",
+    v_type: str = "f32",
+) -> Inspection:  # fmt: skip
     """Look at a file.
 
     Args:
         path: any GGUF file.
+        need: tells how much memory it needs.
         ctx: context length for the memory figures, in tokens; default: the model's own.
         k_type: one of `KV_NAMES`.
         v_type: one of `KV_NAMES`.
@@ -132,9 +150,7 @@ def inspect_file(
         kv_format(name)
     with open_gguf(path) as file:
         hyper, reason = _judge(file)
-        parameters = file.n_parameters
         unused = left_out(file.header, hyper) if hyper else frozenset()
-        used = parameters - sum(file.header.tensors[name].n_elements for name in unused)
         return Inspection(
             path=str(path),
             name=_text(file, "general.name"),
@@ -143,13 +159,13 @@ def inspect_file(
             file_bytes=file.file_bytes,
             identity=file.identity,
             tensors=len(file.header.tensors),
-            parameters=parameters,
+            parameters=file.n_parameters,
             types=_type_totals(file),
             runnable=not reason,
             reason=reason,
             left_out=len(unused),
             hyper=hyper,
-            memory=_memory(hyper, used, ctx or hyper.n_ctx_train, k_type, v_type) if hyper else None,
+            memory=_memory(file, need, hyper, ctx or hyper.n_ctx_train, k_type, v_type) if hyper else None,
         )
 
 
@@ -189,20 +205,22 @@ def _type_totals(file: GgufFile) -> tuple[TypeTotal, ...]:
     return tuple(sorted(totals, key=lambda total: (-total.bytes, total.type)))
 
 
-def _memory(hyper: HyperParameters, parameters: int, context: int, k_type: str, v_type: str) -> Memory:
+def _memory(
+    file: GgufFile, find: FindNeed, hyper: HyperParameters, context: int, k_type: str, v_type: str
+) -> Memory:
     check_kv_formats(hyper, k_type, v_type)
-    kv_per_token = kv_bytes_per_token(hyper, k_type, v_type)
-    weights = parameters * _FLOAT32_BYTES
+    need = find(file, hyper, context, k_type, v_type)
     state = hyper.delta_net.state_bytes if hyper.delta_net else 0
     return Memory(
         context=context,
         k_type=k_type,
         v_type=v_type,
-        kv_per_token=kv_per_token,
-        kv=kv_per_token * context,
-        weights=weights,
+        kv_per_token=kv_bytes_per_token(hyper, k_type, v_type),
+        kv=need.kv,
+        weights=need.weights,
         state=state,
-        total=weights + kv_per_token * context + state,
+        working=need.working,
+        total=need.weights + need.kv + state + need.working,
     )
 
 
@@ -244,12 +262,13 @@ def _type_table(inspection: Inspection) -> Iterator[str]:
 
 def _verdict(inspection: Inspection) -> Iterator[str]:
     if memory := inspection.memory:
-        yield f"  memory at {memory.context} tokens on the NumPy backend: {_mib(memory.total)}"
+        yield f"  memory for a request of {memory.context} tokens on the NumPy backend: {_mib(memory.total)}"
         yield f"    {'weights as float32':<20} {_mib(memory.weights)}"
         stored = f"K/V in {memory.k_type}/{memory.v_type}"
-        yield f"    {stored:<20} {_mib(memory.kv)} ({memory.kv_per_token:,} bytes per token)"
+        yield f"    {stored:<20} {_mib(memory.kv)} ({memory.kv_per_token:,} bytes per token, taken in pieces)"
         if memory.state:
             yield f"    {'recurrent state':<20} {_mib(memory.state)} for each sequence and slot"
+        yield f"    {'working memory':<20} {_mib(memory.working)} at most"
     if inspection.runnable:
         yield "  slotd can run it"
     else:

@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
     + ("inline_snapshots", "job", "next_token", "parking", "retained", "spilled_slots"),
+    ("smallest_request",),
     ("engine",),
     ("device_backend",),
     ("numpy_backend", "cuda_backend"),
@@ -70,6 +71,7 @@ ENGINE = (
         "next_token",
         "parking",
         "candidates",
+        "smallest_request",
         "retained",
         "spilled_slots",
         "engine",

@@ -15,6 +15,7 @@ from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, Ledger
+from slotd.daemon.memory.pinned_stretch import Stretch
 from slotd.daemon.ops.page_layout import Bytes, PageLayout, Strides
 
 
@@ -23,6 +24,7 @@ class HostCopies:
 
     Attributes:
         settled: how often `settle` was called.
+        pinned: the memory that images may lie in.
     """
 
     pages_per_block = 2
@@ -36,6 +38,9 @@ class HostCopies:
 
     def address(self, segment: Any) -> int:
         return int(segment.ctypes.data)
+
+    def pin(self, memory: Stretch) -> None:
+        self.pinned = memory
 
     def settle(self) -> None:
         self.settled += 1

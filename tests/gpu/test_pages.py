@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from array import array
 from collections.abc import Callable
+from functools import partial
 
 import cupy
 import numpy as np
 import pytest
 
+from slotd.daemon.arena_directory import make_arena
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.element_types import KV_TYPES, kv_type
+from slotd.daemon.kv.host_arena import HostArena
 from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
 from slotd.daemon.ops.cuda_pages import MOST_ENTRIES, CudaPages
+from slotd.daemon.ops.page_layout import Bytes
 from tests.fakes.page_mirror import Mirror
 
 #: Narrow rows (not of 16 bytes) in one plane, in both, in none; heads of 32 numbers make the smallest rows.
@@ -111,6 +117,56 @@ def test_rates_to_host_memory_and_back(large, capsys) -> None:
         print("\n" + ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
     assert rates["pages to the host"] > 0.6 * rates["a pinned copy"]
     assert rates["pages from the host"] > 0.6 * rates["a pinned copy"]
+
+
+def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
+    """The host tier of an engine process: bytes, rates, and memory that went back to the system meanwhile."""
+    descriptor = make_arena(3 << 30)
+    assert descriptor is not None
+    arena = HostArena(descriptor, 3 << 30, recorded=False)
+    n_tokens = 4096
+    pages = large.allocate(n_tokens // 64)
+    n_bytes = n_tokens * large.bytes_per_token
+    noise = np.random.default_rng(3).bytes(n_bytes)
+    large.write(pages, large.stored(np.frombuffer(noise, np.uint8).reshape(len(pages), -1), n_tokens))
+
+    def room() -> Bytes | None:
+        return arena.images(len(pages), large.page_bytes, {}, array("i", [1]), None)
+
+    unlocked = room()
+    rates = {
+        "a pinned copy": n_bytes / median_seconds(pinned_copy(n_bytes)),
+        "out, not locked": n_bytes / median_seconds(partial(large.read, pages, n_tokens, unlocked)),
+    }
+    assert unlocked.tobytes() == noise
+    large.pin(arena)
+    images = room()
+    first = partial(large.read, pages, n_tokens, images)
+    rates["out, the first time"] = n_bytes / median_seconds(first, 1)
+    assert images.tobytes() == noise
+    stretch = large._copies._stretch
+    assert n_bytes <= stretch.known <= arena.taken + 4096, "the driver refused, see the log"
+    rates["out"] = n_bytes / median_seconds(first)
+    stored = large.stored(images, n_tokens)
+    rates["back"] = n_bytes / median_seconds(partial(large.write, pages, stored))
+    with capsys.disabled():
+        print("\n" + ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
+    other = np.random.default_rng(4).bytes(n_bytes)
+    images[...] = np.frombuffer(other, np.uint8).reshape(images.shape)
+    large.write(pages, stored)
+    assert b"".join(large.read(pages, n_tokens).image(n).tobytes() for n in range(len(pages))) == other
+    taken = arena.taken
+    del unlocked, images, stored, first
+    small = arena.images(1, large.page_bytes, {}, array("i", [1]), None)  # what is free goes back
+    assert arena.taken < taken
+    again = room()
+    again[...] = 0
+    large.read(pages, n_tokens, again)
+    assert again.tobytes() == other, "the driver wrote to pages that are not there any more"
+    del small, again
+    os.close(descriptor)
+    assert rates["out"] > 0.6 * rates["a pinned copy"], rates
+    assert rates["back"] > 0.6 * rates["a pinned copy"], rates
 
 
 def test_the_time_of_a_move_and_of_a_page(large, capsys) -> None:

@@ -247,3 +247,19 @@ def test_what_cannot_go_together_is_refused_before_anything_runs(
 
 def test_stdin_goes_to_stdout_unless_a_file_is_named() -> None:
     assert check_files("-", None, resume=False, stream=True) == Files("-", "-", False, True)
+
+
+def test_an_output_that_is_there_is_replaced_at_the_end_and_that_is_said(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert setup.run(FakeClient()) == 0
+    assert "replaced" not in capsys.readouterr().err
+    setup.write(["x", "y"])
+    with pytest.raises(KeyboardInterrupt):
+        setup.run(stop_at("y", KeyboardInterrupt()))
+    assert setup.ids() == ["a", "b", "c", "d"]  # until then it is the old one
+    setup.part.unlink()
+    capsys.readouterr()
+    assert setup.run(FakeClient()) == 0
+    assert "out is there already: it is replaced when all jobs are done" in capsys.readouterr().err
+    assert setup.ids() == ["x", "y"]

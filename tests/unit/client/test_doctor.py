@@ -81,6 +81,9 @@ def test_without_a_device_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cupy_version", lambda: "13.0")
     assert "found no device" in doctor.device(numpy)["reason"]
     assert "no daemon" in doctor.device({})["reason"]
+    assert "no daemon" in doctor.device({}, "the model file is damaged")["reason"]
+    gone = "--device 0: no such CUDA device (CUDA finds no device)"
+    assert doctor.device({}, gone) == {"name": None, "reason": gone}
     monkeypatch.setattr(doctor, "cupy_version", lambda: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert "not installed" in doctor.device(numpy)["reason"]

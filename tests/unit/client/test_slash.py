@@ -148,7 +148,8 @@ def test_slots(chat: Chat, ui: FakeUi) -> None:
         "96 thin host 2.00 KiB 0 B 1.5 min ago",
         f"96 thick host 2.00 KiB 0 B 1.5 min ago {'ab' * 6} prefix, 96 tokens, 2 hits",
     ]
-    assert counts[0] == ("prefix_hits", "0")
+    assert counts[0] == ("prompts started from a slot", "0")
+    assert len(counts) == len(slash.CACHE_COUNTS)
     assert isinstance(chat.client, FakeClient)
     chat.client.caching = False
     assert slash.run(chat, "/slots")

@@ -69,6 +69,24 @@ def test_counters() -> None:
     }
 
 
+def test_the_process_that_computes_is_shown_when_there_is_one() -> None:
+    engine: dict[str, Any] = {"host": "process", "pid": 4321, "phase": "running", "replacements": 2}
+    assert counter_rows(STATUS | {"engine": engine})[0] == (
+        "engine", "process 4321, running, replaced 2 times"
+    )  # fmt: skip
+    engine |= {"phase": "down", "died_of": "signal SIGKILL\x1b"}
+    assert counter_rows(STATUS | {"engine": engine})[0][1] == (
+        "process 4321, down, replaced 2 times, the last one died of: signal SIGKILL?"
+    )
+    assert counter_rows(STATUS | {"engine": "odd"})[0][0] == "requests"
+
+
+@pytest.mark.parametrize("target", ["unloaded", "loading", "parked"])
+def test_the_head_says_when_the_weights_are_away(target: str) -> None:
+    assert head_line({}, STATUS | {"target": target}).endswith(f", weights {target}")
+    assert "weights" not in head_line({}, STATUS | {"target": "loaded"})
+
+
 def test_requests_and_head() -> None:
     assert request_rows(STATUS) == [("r1", "decode", "300/300", "256", "8")]
     props = {"model": {"name": "tiny"}, "backend": {"name": "numpy"}, "kv": {"k": "f16", "v": "f32"},

@@ -297,3 +297,6 @@ def test_inspect_tells_a_model_that_runs_from_one_that_does_not(tiny_llama: Path
     result = invoke("inspect", str(broken))
     assert result.exit_code == 3
     assert str(broken) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Traceback" in invoke("inspect", "-v", str(broken)).stderr
+    assert "inspect [OPTIONS] [FILE]" in invoke("inspect", "-h").stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slotd.daemon.kv.numpy_need import numpy_need
 from slotd.daemon.weights.inspection import TypeTotal, inspect_file
 from slotd.protocol.errors import ConfigError, ModelError
 from tests.fakes.tiny_gguf import write_tiny_llama
@@ -17,7 +18,7 @@ VECTOR_PARAMETERS = 5 * 64
 
 def test_figures(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf", weight_type="Q8_0")
-    found = inspect_file(path)
+    found = inspect_file(path, numpy_need)
     assert (found.name, found.arch, found.gguf_version, found.tensors) == ("Tiny", "llama", 3, 21)
     assert found.file_bytes == path.stat().st_size
     assert found.parameters == MATRIX_PARAMETERS + VECTOR_PARAMETERS
@@ -31,48 +32,50 @@ def test_figures(tmp_path: Path) -> None:
     per_token = 2 * 2 * (16 + 16) * 4
     assert (memory.context, memory.k_type, memory.v_type) == (512, "f32", "f32")
     assert memory.kv_per_token == per_token
-    assert (memory.kv, memory.weights) == (512 * per_token, found.parameters * 4)
-    assert memory.total == memory.kv + memory.weights
+    assert memory.kv == 1024 * per_token  # one segment of 16 pages
+    assert found.parameters * 4 <= memory.weights < found.parameters * 4.5
+    assert memory.total == memory.kv + memory.weights + memory.working
 
 
 def test_context_and_kv_type(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf")
-    memory = inspect_file(path, ctx=1000, k_type="f16", v_type="f16").memory
+    memory = inspect_file(path, numpy_need, ctx=1000, k_type="f16", v_type="f16").memory
     assert memory is not None
-    assert (memory.context, memory.kv_per_token, memory.kv) == (1000, 256, 256_000)
+    assert (memory.context, memory.kv_per_token, memory.kv) == (1000, 256, 2 * 1024 * 256)
     for ctx in (0, -5, 2**31):
         with pytest.raises(ConfigError, match=f"^context length {ctx}: the limit is 1 to 2147483647$"):
-            inspect_file(path, ctx=ctx)
+            inspect_file(path, numpy_need, ctx=ctx)
     for options in ({"k_type": "q3"}, {"v_type": "q3"}):
         with pytest.raises(ConfigError, match=r"^'q3' is not a K/V type \(supported: f32, f16, .*\)$"):
-            inspect_file(path, **options)
+            inspect_file(path, numpy_need, **options)
 
 
 def test_keys_and_values_of_different_width_and_type(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf", metadata={"llama.attention.value_length": 24})
-    memory = inspect_file(path, ctx=10, k_type="f16").memory  # the shapes do not fit, the figures do
+    # The shapes do not fit, the figures do.
+    memory = inspect_file(path, numpy_need, ctx=10, k_type="f16").memory
     assert memory is not None
     assert memory.kv_per_token == 2 * 2 * (16 * 2 + 24 * 4)
 
 
 def test_block_types(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf", n_embd=128)
-    found = inspect_file(path, ctx=100, k_type="q8_0", v_type="q5_1")
+    found = inspect_file(path, numpy_need, ctx=100, k_type="q8_0", v_type="q5_1")
     assert found.memory is not None
     assert found.memory.kv_per_token == 2 * 2 * (34 + 24)
     assert "K/V in q8_0/q5_1" in found.to_text()
-    assert "(232 bytes per token)" in found.to_text()
+    assert "(232 bytes per token, taken in pieces)" in found.to_text()
 
 
 def test_a_type_that_does_not_fit_the_heads(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf")
     with pytest.raises(ConfigError, match=r"^V type q4_0 .* 32 numbers: llama.attention.value_length is 16$"):
-        inspect_file(path, v_type="q4_0")
+        inspect_file(path, numpy_need, v_type="q4_0")
 
 
 def test_unsupported_arch_is_described(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf", metadata={"general.architecture": "mamba"})
-    found = inspect_file(path)
+    found = inspect_file(path, numpy_need)
     assert (found.runnable, found.arch, found.hyper, found.memory) == (False, "mamba", None, None)
     assert found.reason == "architecture 'mamba' is not supported (supported: llama, qwen3, qwen35)"
     assert found.parameters == MATRIX_PARAMETERS + VECTOR_PARAMETERS
@@ -80,7 +83,8 @@ def test_unsupported_arch_is_described(tmp_path: Path) -> None:
 
 
 def test_missing_tensor_keeps_the_figures(tmp_path: Path) -> None:
-    found = inspect_file(write_tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": None}))
+    path = write_tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": None})
+    found = inspect_file(path, numpy_need)
     assert not found.runnable
     assert found.reason.startswith("tensor blk.0.ffn_up.weight is missing")
     assert found.hyper is not None
@@ -90,22 +94,22 @@ def test_missing_tensor_keeps_the_figures(tmp_path: Path) -> None:
 def test_not_gguf_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m").write_text("not a model")
     with pytest.raises(ModelError, match="not a GGUF file"):
-        inspect_file(tmp_path / "m")
+        inspect_file(tmp_path / "m", numpy_need)
 
 
 def test_text(tmp_path: Path) -> None:
     name = {"general.name": "Ti\x1b[31mny"}
     path = write_tiny_llama(tmp_path / "m.gguf", metadata=name, weight_type="Q4_0")
-    text = inspect_file(path, ctx=1024).to_text()
+    text = inspect_file(path, numpy_need, ctx=1024).to_text()
     assert "\x1b" not in text
     assert text.startswith(str(path))
-    for part in ["Ti?[31mny", "llama, GGUF version 3", "Q4_0", "memory at 1024 tokens", "512 bytes per"]:
+    for part in ["Ti?[31mny", "llama, GGUF version 3", "Q4_0", "a request of 1024 tokens", "512 bytes per"]:
         assert part in text
     assert text.endswith("slotd can run it")
 
 
 def test_json(tmp_path: Path) -> None:
-    found = inspect_file(write_tiny_llama(tmp_path / "m.gguf"))
+    found = inspect_file(write_tiny_llama(tmp_path / "m.gguf"), numpy_need)
     data = json.loads(found.to_json())
     assert data["hyper"]["stop_ids"] == [0, 2]
     assert data["types"][0]["type"] == "F32"
