@@ -3,6 +3,10 @@
 Memory is taken in pieces as slots need it, before they are written, so running out is an error and never a
 signal. What is free at the end of the arena goes back to the system, but for one piece.
 
+A GPU copies to and from pinned memory several times as fast, and pinning takes longer than a copy: pieces are
+pinned when they are taken, and go back whole. Room for the largest slot there was then stays, so that slots
+that come and go are not pinned again and again.
+
 An array that was handed out carries its own life, as in `memory.ledger`: when it and its views are gone, its
 room is free. Checksums are made on a thread of their own, behind the move: until its checksum is there a slot
 does not count as kept, and nothing waits for it.
@@ -20,8 +24,8 @@ import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +68,20 @@ class _Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """Memory that was taken at once.
+
+    Attributes:
+        start, end: in the arena.
+        pinned: whether it is.
+    """
+
+    start: int
+    end: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Survivor:
     """What the directory says of a slot.
 
@@ -102,6 +120,10 @@ class HostArena:
         self._base = np.frombuffer(self._cells, np.uint8).ctypes.data
         self._generation = max((entry.generation for entry in self._directory.entries().values()), default=0)
         self._taken = DIRECTORY_BYTES  # how far memory was taken from the system
+        self._pieces: list[_Piece] = []
+        self._pin: Callable[[int, int], bool] = lambda address, n_bytes: False
+        self._unpin: Callable[[int], None] = lambda address: None
+        self._largest = 0  # bytes of a payload, since memory can be pinned
         self._sums: queue.SimpleQueue[tuple[_Payload, Bytes]] | None = None
 
     @property
@@ -109,6 +131,19 @@ class HostArena:
         """Bytes of the system's memory that it holds."""
         with self._lock:
             return self._taken
+
+    def pin_with(self, pin: Callable[[int, int], bool], unpin: Callable[[int], None]) -> None:
+        """Have memory that is taken from now on pinned: `pin(address, bytes)` says whether it was."""
+        self._pin, self._unpin = pin, unpin
+
+    def unpin(self) -> None:
+        """Undo that: before this process maps other memory to these addresses. Nothing is pinned any more."""
+        with self._lock:
+            self._pin = lambda address, n_bytes: False
+            for index, piece in enumerate(self._pieces):
+                if piece.pinned:
+                    self._unpin(self._base + piece.start)
+                    self._pieces[index] = replace(piece, pinned=False)
 
     # ----- room
 
@@ -146,17 +181,20 @@ class HostArena:
         if offset + length > self._size:
             return None
         self._take(offset + length)
+        self._largest = max(self._largest, length)
         return _Payload(offset, length)
 
     def _take(self, end: int) -> None:
         if end <= self._taken:
             return
-        end = min(max(end, self._taken + min(PIECE, max(self._taken, FIRST_PIECE))), self._size)
+        end = max(_aligned(end), self._taken + min(PIECE, max(self._taken, FIRST_PIECE)))
+        start, end = self._taken, min(end, self._size)
         try:
-            os.posix_fallocate(self._descriptor, self._taken, end - self._taken)
+            os.posix_fallocate(self._descriptor, start, end - start)
         except OSError as error:
-            self._give_back(self._taken)  # what it got before it failed
-            raise MemoryError(f"no {end - self._taken} bytes for the host tier: {error.strerror}") from None
+            self._cut(start)  # what it got before it failed
+            raise MemoryError(f"no {end - start} bytes for the host tier: {error.strerror}") from None
+        self._pieces.append(_Piece(start, end, self._pin(self._base + start, end - start)))
         self._taken = end
 
     def _hand_out(self, payload: _Payload, start: int, n_pages: int, page_bytes: int) -> Bytes:
@@ -174,11 +212,26 @@ class HostArena:
         while self._released:
             payload = self._payloads.pop(self._released.popleft())
             self._unrecord(payload)
-        end = PIECE + max((p.offset + p.length for p in self._payloads.values()), default=DIRECTORY_BYTES)
-        if end < self._taken:
-            self._give_back(end)
+        end = max((p.offset + p.length for p in self._payloads.values()), default=DIRECTORY_BYTES)
+        if any(piece.pinned for piece in self._pieces):
+            self._give_pieces_back(end + max(PIECE, self._largest))
+        elif end + PIECE < self._taken:
+            self._pieces.clear()
+            self._cut(end + PIECE)
 
-    def _give_back(self, end: int) -> None:
+    def _give_pieces_back(self, end: int) -> None:
+        """Those that lie behind `end`: a pinned one can only go whole."""
+        first = next((i for i, piece in enumerate(self._pieces) if piece.start >= end), len(self._pieces))
+        going = self._pieces[first:]
+        del self._pieces[first:]
+        for piece in going:
+            if piece.pinned:
+                self._unpin(self._base + piece.start)
+        if going:
+            self._cut(going[0].start)
+
+    def _cut(self, end: int) -> None:
+        """Give the memory behind `end` back."""
         os.ftruncate(self._descriptor, end)
         os.ftruncate(self._descriptor, self._size)
         self._taken = end
@@ -253,7 +306,7 @@ class HostArena:
         with self._lock:
             entries = self._directory.entries()
             end = max((entry.offset + entry.length for entry in entries.values()), default=DIRECTORY_BYTES)
-            self._taken = max(self._taken, end)
+            self._taken = max(self._taken, _aligned(end))
             for place, entry in entries.items():
                 payload = _Payload(entry.offset, entry.length, entry.slot, place, entry.checksum)
                 found[entry.slot] = self._survivor(payload)

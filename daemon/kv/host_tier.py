@@ -90,6 +90,8 @@ class HostTier:
     ) -> None:  # fmt: skip
         self.budget = budget
         self._arena = arena
+        if arena is not None:
+            arena.pin_with(store.pin, store.unpin)
         self._identity = {**(identity or {}), "page": PAGE, "page_bytes": store.page_bytes}
         self.counts = HostCounts()
         self._device = device

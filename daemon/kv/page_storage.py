@@ -183,6 +183,14 @@ class PageStorage(ABC):
         """What was computed until now may be read by `read_page` of other threads."""
         return
 
+    def pin(self, address: int, n_bytes: int) -> bool:
+        """Make host memory fast for `read` and `write`, where that can be done. False: it is as it was."""
+        return False
+
+    def unpin(self, address: int) -> None:
+        """Take that back, before the memory goes; `address` as it was given to `pin`."""
+        return
+
     @abstractmethod
     def prepare(self, page: int, start: int, stop: int) -> None:
         """Before rows are written to places start..stop-1 of a page; what lies behind must do no harm."""

@@ -9,8 +9,10 @@ any. Blocks of host memory are pinned and kept: to pin one costs ten times as mu
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import cupy
@@ -21,7 +23,9 @@ from slotd.daemon.memory import Ledger
 from slotd.daemon.memory.cuda_memory import is_out_of_memory
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.kernels import kernel
-from slotd.daemon.ops.page_layout import Bytes, PageLayout, Strides
+from slotd.daemon.ops.page_layout import Bytes, PageLayout, Strides, divided
+
+log = logging.getLogger(__name__)
 
 #: Addresses of K and of V, uint64 [2, n].
 Addresses = npt.NDArray[np.uint64]
@@ -71,6 +75,8 @@ class CudaPages:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._settled = cupy.cuda.Event(disable_timing=True)
         self._lock = threading.Lock()
+        self._ranges: dict[int, int] = {}  # pinned: start -> end
+        self._cuts: list[int] = []  # where a copy is divided: the ends of pinned ranges
         self.settle()
 
     @property
@@ -93,6 +99,29 @@ class CudaPages:
     def settle(self) -> None:
         """What was enqueued until now is seen by `read`, and done when `write` overwrites what it reads."""
         self._settled.record(self._compute)
+
+    def pin(self, address: int, n_bytes: int) -> bool:
+        """Pin host memory that is there already. False, with a warning, where the system does not let it."""
+        try:
+            cupy.cuda.runtime.hostRegister(address, n_bytes, 0)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            log.warning("%d bytes of the host tier are not pinned, slots move slower: %s", n_bytes, error)
+            return False
+        with self._lock:
+            self._ranges[address] = address + n_bytes
+            self._divide()
+        return True
+
+    def unpin(self, address: int) -> None:
+        """What `pin` did at this address is undone."""
+        with self._lock:
+            del self._ranges[address]
+            self._divide()
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the device is lost, or the process ends
+            cupy.cuda.runtime.hostUnregister(address)
+
+    def _divide(self) -> None:
+        self._cuts = sorted({*self._ranges, *self._ranges.values()})
 
     # ----- inside the device
 
@@ -211,7 +240,8 @@ class CudaPages:
     def _transfer(self, target: int, source: int, size: int, *, to_host: bool) -> None:
         runtime = cupy.cuda.runtime
         kind = runtime.memcpyDeviceToHost if to_host else runtime.memcpyHostToDevice
-        runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
+        for start, stop in divided(target if to_host else source, size, self._cuts):
+            runtime.memcpyAsync(target + start, source + start, stop - start, kind, self._stream.ptr)
 
 
 def _entries(sources: Addresses, targets: Addresses) -> tuple[_Entries, int]:

@@ -7,7 +7,10 @@ K [n_layer, n_head_kv, n, row], then V. All offsets are in bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,3 +99,12 @@ class PageLayout:
         target = np.frombuffer(out, np.uint8, n * self.token_bytes)
         for part, whole in zip(self.planes(target, n), self.planes(image, TILE), strict=True):
             part[...] = whole[:, :, :n]
+
+
+def divided(address: int, size: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """start, stop of the parts of `size` bytes at an address, cut at those of `cuts` that lie inside.
+
+    cuts: addresses, ascending. One copy of a GPU must not go from one pinned range into another.
+    """
+    inside = cuts[bisect_right(cuts, address) : bisect_left(cuts, address + size)]
+    return list(pairwise((0, *(cut - address for cut in inside), size)))

@@ -169,6 +169,8 @@ def measure_model(
         engine.trim()
     finally:
         engine.park()
+        if arena is not None:
+            arena.unpin()
     return rates
 
 

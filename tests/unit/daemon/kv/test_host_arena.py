@@ -86,6 +86,79 @@ def test_memory_is_taken_as_it_is_needed_and_given_back(
     assert (small == 1).all()
 
 
+class Pins:
+    """Notes what is pinned, and that only memory that is there is.
+
+    Attributes:
+        ranges: start -> bytes, of what is pinned now.
+        count: how often something was pinned.
+    """
+
+    def __init__(self, descriptor: int, allowed: int = BUDGET) -> None:
+        self.ranges: dict[int, int] = {}
+        self.count = 0
+        self._descriptor, self._allowed = descriptor, allowed
+
+    def pin(self, address: int, n_bytes: int) -> bool:
+        if sum(self.ranges.values()) + n_bytes > self._allowed:
+            return False
+        assert address % 4096 == 0
+        assert all(address + n_bytes <= start or start + n <= address for start, n in self.ranges.items())
+        self.ranges[address] = n_bytes
+        self.count += 1
+        assert os.fstat(self._descriptor).st_blocks * 512 >= sum(self.ranges.values())
+        return True
+
+    def unpin(self, address: int) -> None:
+        assert os.fstat(self._descriptor).st_blocks * 512 >= sum(self.ranges.values())
+        del self.ranges[address]
+
+
+def test_memory_is_pinned_where_slots_lie_and_slots_that_come_and_go_pin_nothing_more(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_arena, "PIECE", 2 << 20)
+    pins = Pins(descriptor)
+    arena = HostArena(descriptor, BUDGET, recorded=False)
+    arena.pin_with(pins.pin, pins.unpin)
+    held = room(arena, 10)
+    large = room(arena, 1500)
+    for images in (held, large):
+        address = images.ctypes.data
+        assert sum(pins.ranges.values()) >= images.nbytes
+        assert min(pins.ranges) <= address
+        assert address + images.nbytes <= max(start + n for start, n in pins.ranges.items())
+    count = pins.count
+    for _ in range(4):  # the room of the largest one stays
+        del large, images
+        large = images = room(arena, 1500, fill=3)
+    assert pins.count == count
+    more = room(arena, 1500)
+    assert pins.count > count
+    taken = arena.taken
+    del large, images, more
+    assert (room(arena, 1) == 1).all()
+    assert arena.taken < taken
+    assert sum(pins.ranges.values()) == arena.taken - host_arena.DIRECTORY_BYTES
+    arena.unpin()
+    assert pins.ranges == {}
+    assert (held == 1).all()
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_arena, "PIECE", 2 << 20)
+    pins = Pins(descriptor, allowed=3 << 20)
+    arena = HostArena(descriptor, BUDGET, recorded=False)
+    arena.pin_with(pins.pin, pins.unpin)
+    held = [room(arena, 100, fill=n) for n in range(20)]
+    assert 0 < sum(pins.ranges.values()) <= 3 << 20
+    assert all((images == n).all() for n, images in enumerate(held))
+    held.clear()
+    assert (room(arena, 1) == 1).all()
+
+
 def test_without_memory_it_is_an_error_and_without_a_hole_there_is_none(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
