@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ import numpy as np
 import pytest
 
 from slotd.client import Client
-from slotd.protocol.messages import Done, Tokens
+from slotd.daemon.engine import Engine
+from slotd.daemon.link import Emit, Finished, Flags, Stop, Submit, ToFront
+from slotd.daemon.numpy_backend import NumpyBackend
+from slotd.daemon.scheduler import Scheduler
+from slotd.daemon.weights.reader import open_model
+from slotd.protocol.messages import Done, Prompt, Tokens
 from slotd.protocol.wire import parse_event
 from tests.fakes.daemon_process import DaemonProcess
 
@@ -70,7 +76,7 @@ def test_three_sequences_at_once(daemon: DaemonProcess) -> None:
 def test_restored_from_a_slot(daemon: DaemonProcess) -> None:
     ids = ",".join(map(str, MEETING["ids"]))
     daemon.generate(MEETING["ids"], 0, "snap=30:4", "take")
-    for number in range(16):  # displace the ended sequence, which holds more than the slot
+    for number in range(5):  # displace the ended sequence, which holds more than the slot
         daemon.generate([300 + number, 400], 0, request_id=f"other{number}")
     daemon.send(f"RESTORE 4 - 64 ids={ids} id=back")
     produced: list[int] = []
@@ -86,18 +92,37 @@ def test_restored_from_a_slot(daemon: DaemonProcess) -> None:
     assert produced == MEETING["greedy"]
 
 
+@pytest.fixture(scope="module")
+def engine(default_model: Path) -> Engine:
+    with open_model(default_model) as file:
+        return Engine(file, NumpyBackend(), max_ctx=512)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 36, 37, 64, 512])
-def test_any_chunk_size(default_model: Path, chunk: int) -> None:
-    with DaemonProcess(default_model, "--max-ctx=512", f"--chunk={chunk}") as daemon:
-        assert daemon.generate(CAPITAL["ids"], 64)[0] == CAPITAL["greedy"]
+def test_any_chunk_size(engine: Engine, chunk: int) -> None:
+    """One engine, and a scheduler for each size: what a daemon would load anew is not the matter here."""
+    produced: list[int] = []
+
+    def deliver(message: ToFront) -> None:
+        if isinstance(message, Emit):
+            produced.extend(message.ids)
+        elif isinstance(message, Finished):
+            scheduler.put(Stop())
+
+    eos = frozenset(engine.hyper.stop_ids)
+    scheduler = Scheduler(engine, deliver, chunk=chunk, parallel=1, max_stall=60.0, eos_ids=eos)
+    ids = np.asarray(CAPITAL["ids"], np.int32)
+    scheduler.put(Submit(1, Prompt(path="-", n_gen=64), Flags(), time.monotonic(), ids))
+    scheduler.run()
+    assert produced == CAPITAL["greedy"]
 
 
 def test_exact_mode_is_bit_equal_alone_and_in_a_crowd(default_model: Path) -> None:
     with DaemonProcess(default_model, "--max-ctx=512", "--exact", "--chunk=16") as daemon:
-        ids = ",".join(map(str, MEETING["ids"]))
-        daemon.send(f"- 8 ids={ids} id=alone logprobs=5")
+        ids = ",".join(map(str, CAPITAL["ids"]))
+        daemon.send(f"- 6 ids={ids} id=alone logprobs=5")
         alone = collect_tokens(daemon, {"alone"})["alone"]
-        daemon.send(f"- 8 ids={ids} id=a logprobs=5", *(f"- 8 ids=5,6,7,{n} id=b{n}" for n in range(3)))
+        daemon.send(f"- 6 ids={ids} id=a logprobs=5", *(f"- 6 ids=5,6,7,{n} id=b{n}" for n in range(3)))
         crowd = collect_tokens(daemon, {"a", "b0", "b1", "b2"})["a"]
         assert [event.ids for event in alone] == [event.ids for event in crowd]
         assert [event.logprobs for event in alone] == [event.logprobs for event in crowd]

@@ -46,10 +46,11 @@ class BrokenFold:
 _OTHER_FORMATS = r"^ENTRIES\((?!u4_h32).*\n"
 _OTHER_HEADS = r'^extern "C" .*\battention_(\w+_128|\w+_any_64)\(.*\n'
 
-#: The order is the right one for a lone row, and the reverse for a row among others.
+#: The order is the right one for a lone row, and the reverse for a row among others (that of segments: among
+#: more than eight, for which there is another kernel).
 BROKEN_FOLDS = {
     "segments": BrokenFold(
-        "linear.cu", {"from[i * OF_ONE]": "from[(n == 1 ? i : count - 1 - i) * OF_ONE]"}, _OTHER_FORMATS
+        "linear.cu", {"from[i * OF_ONE]": "from[(NT == 1 ? i : count - 1 - i) * OF_ONE]"}, _OTHER_FORMATS
     ),
     "splits": BrokenFold(
         "attention.cu",

@@ -1,4 +1,4 @@
-"""The kernels that tests/gpu/test_fold_order.py breaks on purpose are still like the breaks."""
+"""The kernels that tests/gpu/test_fold_order.py breaks on purpose: the breaks still fit, and compile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slotd.daemon.ops.kernels import loading
+from slotd.daemon.ops.kernels import compile_cubin, loading
 from slotd.daemon.ops.kernels.sources import FOLDER
 from tests.gpu.broken_folds import BROKEN_FOLDS, BrokenFold, copy_sources, kernels_of
 
@@ -18,6 +18,7 @@ def test_a_break_changes_one_file(name: str, tmp_path: Path) -> None:
     sources = {path.name: path.read_text("utf-8") for path in (*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh"))}
     assert copied.keys() == sources.keys()
     assert [file for file, text in sources.items() if copied[file] != text] == [BROKEN_FOLDS[name].file]
+    compile_cubin(tmp_path / BROKEN_FOLDS[name].file, "sm_90")  # kept on disk as all kernels are
 
 
 def test_a_break_that_no_longer_fits_is_an_error() -> None:
