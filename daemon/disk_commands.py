@@ -210,6 +210,8 @@ class DiskCommands:
 
     def _saving(self, slot: Slot) -> Callable[[], str]:
         """The work that saves a slot as it is now."""
+        if slot.state is not None:
+            raise RequestError("unsupported", {"reason": "slots with a recurrent state stay on the device"})
         tokens, pages, logits, store = slot.tokens, slot.pages, slot.logits, self._engine.store
         host = slot.host
 

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
     + ("inline_snapshots", "job", "next_token", "parking", "retained", "spilled_slots"),
     ("engine",),
+    ("recurrence",),
     ("device_backend",),
     ("numpy_backend", "cuda_backend"),
     ("cuda_runner",),
@@ -72,6 +73,7 @@ ENGINE = (
         "retained",
         "spilled_slots",
         "engine",
+        "recurrence",
         "backend",
         "numpy_backend",
         "cuda_backend",
