@@ -23,7 +23,7 @@ from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupt
-from slotd.daemon.recurrence import Recurrence
+from slotd.daemon.recurrence import Recurrence, checkpoints_in
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
@@ -84,11 +84,10 @@ class Engine:
         self.store = backend.page_store(h, self.k_type, self.v_type)
         self.recurrence = Recurrence(backend.recurrent_store(h), checkpoint_every)
         self.slots = Slots(self.store.pages, n_slots)
-        if self.recurrence.state_bytes:
-            host_cache = 0  # slots with a recurrent state stay on the device
         self.host_tier = HostTier(
             backend, self.store, self.slots, host_cache, arena,
             {"model": file.identity, "k": self.k_type, "v": self.v_type, "math": backend.math},
+            self.recurrence.store,
         )  # fmt: skip
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
@@ -147,9 +146,7 @@ class Engine:
         self.drop(sequence)
         self._sequences.remove(sequence)
         self.store.pages.release(sequence.pages)
-        sequence.pages = []
-        sequence.state = None
-        sequence.checkpoints = {}
+        sequence.pages, sequence.state, sequence.checkpoints = [], None, {}
 
     def reserve(self, sequence: Sequence, n_tokens: int, site: str | None = None) -> None:
         """Pages for n_tokens places in all, so that forwards up to there never need one.
@@ -183,7 +180,7 @@ class Engine:
             raise ValueError(f"cannot truncate {len(sequence)} tokens to {length}")
         if length < len(sequence):
             sequence.state = self.recurrence.state_at(sequence, length)
-            sequence.checkpoints = _up_to(sequence, length)
+            sequence.checkpoints = checkpoints_in(sequence, length)
         del sequence.tokens[length:]
         keep = pages_for(length)
         self.store.pages.release(sequence.pages[keep:])
@@ -201,15 +198,12 @@ class Engine:
             self._known(source)
         if not 0 <= length <= len(source):
             raise ValueError(f"cannot fork {length} of {len(source)} tokens")
-        state = self.recurrence.state_at(source, length)
+        state, checkpoints = self.recurrence.state_at(source, length), checkpoints_in(source, length)
         pages = list(source.pages[: pages_for(length)])
         self.store.pages.share(pages)
         sequence = self.open()
-        sequence.tokens = source.tokens[:length]
-        sequence.pages = pages
-        sequence.state = state
-        if isinstance(source, Sequence):
-            sequence.checkpoints = _up_to(source, length)
+        sequence.tokens, sequence.pages = source.tokens[:length], pages
+        sequence.state, sequence.checkpoints = state, checkpoints
         return sequence
 
     # ----- the one primitive
@@ -288,7 +282,7 @@ class Engine:
             OutOfDeviceMemory: sites snapshot, slot_move; the slot holds what it held.
             OutOfHostMemory: no room in the host tier; the same.
         """
-        slot = self.capture(sequence, None if tier == "host" else logits, length)
+        slot = self.capture(sequence, None if tier == "host" else logits, length, borrow=tier == "host")
         if tier == "host":
             slot = self.host_tier.copy(slot, logits, keep=(number,))
         self.slots.put(number, slot)
@@ -300,10 +294,12 @@ class Engine:
         logits: npt.NDArray[np.float32] | None = None,
         length: int | None = None,
         kv_start: int | None = None,
+        borrow: bool = False,
     ) -> Slot:
         """A snapshot of the first `length` committed tokens (or of those from kv_start on), in no slot.
 
-        It has no references of its own to its pages: they live as long as the sequence's.
+        It has no references of its own to its pages: they live as long as the sequence's. `borrow`: nor a
+        recurrent state of its own, but the sequence's, which its next commit changes.
 
         Raises:
             ValueError: more tokens than there are, or a length that cannot be resumed from.
@@ -314,7 +310,7 @@ class Engine:
         if not (kv_start or 0) <= length <= len(sequence):
             raise ValueError(f"cannot keep {kv_start or 0}..{length} of {len(sequence)} tokens")
         with self.memory.site("snapshot"):
-            state = self.recurrence.state_at(sequence, length, tag="snapshot")
+            state = self.recurrence.state_at(sequence, length, None if borrow else "snapshot")
             kept = None if logits is None else self.keep_logits(logits)
         pages = sequence.pages[(kv_start or 0) // PAGE : pages_for(length)]
         self.store.settle()
@@ -442,8 +438,3 @@ class Engine:
 
 def _place(sequence: Sequence, place: int) -> Place:
     return sequence.pages[place // PAGE], place % PAGE
-
-
-def _up_to(sequence: Sequence, length: int) -> dict[int, Any]:
-    """Its checkpoints that do not lie behind `length`."""
-    return {position: state for position, state in sequence.checkpoints.items() if position <= length}

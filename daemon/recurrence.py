@@ -7,15 +7,20 @@ restore never takes a state back. With a model that has no such layers every pos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.kv.recurrent_storage import RecurrentStorage, State
+from slotd.daemon.kv.slot_files import Blob
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.memory import OutOfDeviceMemory
+from slotd.daemon.ops.page_layout import Bytes
 from slotd.daemon.row_checks import row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
+from slotd.protocol.errors import RequestError, Value
 
 #: Most checkpoints of a sequence; the oldest goes.
 MOST_CHECKPOINTS = 4
@@ -69,11 +74,12 @@ class Recurrence:
         """How many of the first `length` tokens of a sequence or slot can be resumed from: the most."""
         if self.store is None or (length == len(source) and source.state is not None):
             return length
-        kept = source.checkpoints if isinstance(source, Sequence) else {}
-        return max((position for position in kept if position <= length), default=0)
+        return max(checkpoints_in(source, length), default=0)
 
-    def state_at(self, source: Sequence | Slot, length: int, tag: str = "state") -> State | None:
+    def state_at(self, source: Sequence | Slot, length: int, tag: str | None = "state") -> State | None:
         """A copy of the state behind the first `length` tokens; None: there is none to be kept.
+
+        tag: of the copy in the ledger; None: the state itself.
 
         Raises:
             ValueError: it is not there.
@@ -83,10 +89,43 @@ class Recurrence:
             return None
         if self.resumable(source, length) != length:
             raise ValueError(f"the recurrent state behind {length} of {len(source)} tokens is not there")
-        if length == len(source):
-            return self.store.copy(source.state, tag)
-        assert isinstance(source, Sequence)
-        return self.store.copy(source.checkpoints[length], tag)
+        state = source.state
+        if length < len(source):
+            assert isinstance(source, Sequence)
+            state = source.checkpoints[length]
+        return state if tag is None else self.store.copy(state, tag)
+
+    # ----- files
+
+    def reading(self, slot: Slot) -> Callable[[], Blob | None]:
+        """The work, for any thread, that reads the state of a slot as it is now."""
+        store, state, in_host = self.store, slot.state, slot.host is not None
+
+        def work() -> Blob | None:
+            if store is None or state is None:
+                return None
+            data: Bytes = state if in_host else np.empty(store.n_bytes, np.uint8)
+            if not in_host:
+                store.read(state, data)
+            return Blob.of(data.data)
+
+        return work
+
+    def check_bytes(self, name: str, n_bytes: int) -> None:
+        """Raises RequestError, wrong_snapshot: a stored state is not of the size of this model's."""
+        if n_bytes != self.state_bytes:
+            fields: dict[str, Value] = {"hash": name, "field": "state_bytes", "stored": n_bytes}
+            raise RequestError("wrong_snapshot", {**fields, "wanted": self.state_bytes})
+
+    def write(self, data: bytes) -> State | None:
+        """A state for a slot from the bytes of a file.
+
+        Raises:
+            OutOfDeviceMemory: site slot_move.
+        """
+        if self.store is None:
+            return None
+        return self.store.write(np.frombuffer(data, np.uint8), "snapshot")
 
     # ----- checkpoints
 
@@ -102,3 +141,9 @@ class Recurrence:
             return
         while len(sequence.checkpoints) > MOST_CHECKPOINTS:
             del sequence.checkpoints[min(sequence.checkpoints)]
+
+
+def checkpoints_in(source: Sequence | Slot, length: int) -> dict[int, State]:
+    """The checkpoints of a sequence that do not lie behind its first `length` tokens; a slot has none."""
+    kept = source.checkpoints if isinstance(source, Sequence) else {}
+    return {position: state for position, state in kept.items() if position <= length}
