@@ -99,11 +99,15 @@ class Admission:
         if isinstance(command, RestoreChain):
             check_spans(self._engine, command.verb)
             return self._restored(job, _slots_of(job), lambda: chain(slots, command, job.ids), extent)
-        match = self._retained.best_match(job.ids)
-        if match is None:
-            return self._engine.open(), None
-        entry, shared = match
-        return self._engine.fork(entry.sequence, shared), None
+
+        def start() -> Sequence:
+            match = self._retained.best_match(job.ids)
+            if match is None:
+                return self._engine.open()
+            with self._engine.memory.within("prefill_build"):
+                return self._engine.fork(match[0].sequence, match[1])
+
+        return self._try(job, start, extent), None
 
     def _restored(
         self, job: Job, numbers: list[int], whole: Callable[[], Slot], extent: Extent
