@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from slotd.daemon.link import Finished
+from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.protocol.errors import Value
 from slotd.protocol.messages import (
     RestoreChain,
@@ -161,3 +163,75 @@ def test_everything_is_given_back(rig: SchedulerRig) -> None:
     rig.forget()
     states = len(rig.scheduler._retained)
     assert rig.engine.memory.live("state") <= states * 2 * rig.engine.recurrence.state_bytes
+
+
+# ----- checkpoints
+
+
+def checkpoints(rig: SchedulerRig) -> list[list[int]]:
+    return [sorted(entry.sequence.checkpoints) for entry in rig.scheduler._retained]
+
+
+def test_a_diverging_prompt_resumes_from_the_last_checkpoint_in_front(rig: SchedulerRig, make: Make) -> None:
+    rig.engine.recurrence.every = 128
+    rig.answer("a", TEXT)
+    assert checkpoints(rig) == [[128, 256]]
+    turns = {
+        "b": ([*TEXT[:280], 5, 6], 256),
+        "c": ([*TEXT[:255], 7], 128),
+        "d": (TEXT, 256),
+        "e": (TEXT[:128], 0),
+    }
+    for key, (turn, start) in turns.items():
+        assert rig.answer(key, turn) == make().answer("golden", turn)
+        assert reused(rig, key) == start
+    assert checkpoints(rig)[1:] == [[128, 256], [128, 256], [128]]  # they go with the text, and are no copies
+    assert rig.engine.memory.live("snapshot") < 4 * 2 * rig.engine.recurrence.state_bytes
+
+
+def test_answers_have_checkpoints_too_and_only_the_last_ones_are_kept(rig: SchedulerRig) -> None:
+    rig.engine.recurrence.every = 20
+    rig.answer("a", TEXT[:50], n_gen=101)
+    assert checkpoints(rig) == [[90, 110, 130, 150]]
+
+
+def test_no_checkpoints_by_wish(rig: SchedulerRig) -> None:
+    rig.engine.recurrence.every = 0
+    rig.answer("a", TEXT)
+    assert checkpoints(rig) == [[]]
+    assert rig.engine.memory.live("snapshot") == 0
+
+
+def break_copies(rig: SchedulerRig, n: int) -> None:
+    """The next n copies of a state find no memory."""
+    store = rig.engine.recurrence.store
+    assert store is not None
+    copy, left = store.copy, [n]
+
+    def maybe(state: Any, tag: str) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OutOfDeviceMemory(rig.engine.memory.current_site, 1, 0)
+        return copy(state, tag)
+
+    store.copy = maybe  # type: ignore[method-assign]
+
+
+def test_checkpoints_are_the_first_to_go_when_memory_runs_out(rig: SchedulerRig, make: Make) -> None:
+    """A prompt has no room for the state that it starts with: one try later it starts from nothing."""
+    rig.engine.recurrence.every = 64
+    rig.answer("a", TEXT, snap=Snap(at=300, slot=0))
+    break_copies(rig, 1)
+    turn = [*TEXT[:200], 9]
+    assert rig.answer("b", turn) == make().answer("golden", turn)
+    assert (reused(rig, "b"), checkpoints(rig)[0]) == (0, [])
+    assert rig.slot(0).tier == "device"
+    assert rig.states()[-1]["recovery"]["rungs"] == {"trim": 1}
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_kept(rig: SchedulerRig, make: Make) -> None:
+    rig.engine.recurrence.every = 64
+    golden = make().answer("golden", TEXT[:150], n_gen=80)
+    break_copies(rig, 100)
+    assert rig.answer("a", TEXT[:150], n_gen=80) == golden
+    assert (checkpoints(rig), rig.engine.memory.live("snapshot")) == ([[]], 0)
