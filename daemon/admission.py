@@ -18,7 +18,7 @@ from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import RetainedSequences
 from slotd.daemon.sequence import Sequence
-from slotd.daemon.slot_chains import chain, prefix_in
+from slotd.daemon.slot_chains import chain, check_spans, prefix_in
 from slotd.protocol.errors import RequestError
 from slotd.protocol.messages import RestoreChain
 
@@ -85,6 +85,7 @@ class Admission:
         """Refuse what would not fit with the memory all to itself; storage is taken in whole segments."""
         memory, store = self._engine.memory, self._engine.store
         requested = -(-pages_for(_needed(job)) // SEGMENT_PAGES) * store.segment_bytes
+        requested += 2 * self._engine.recurrence.state_bytes  # a prompt computes the next one beside it
         free = max(0, memory.total - memory.live("weights"))
         if requested > free:
             raise RequestError("oom", {"site": "prefill_reserve", "requested": requested, "free": free})
@@ -96,12 +97,17 @@ class Admission:
             number = job.restore_slot
             return self._restored(job, [number], lambda: prefix_in(slots, number, "thick", job.ids), extent)
         if isinstance(command, RestoreChain):
+            check_spans(self._engine, command.verb)
             return self._restored(job, _slots_of(job), lambda: chain(slots, command, job.ids), extent)
-        match = self._retained.best_match(job.ids)
-        if match is None:
-            return self._engine.open(), None
-        entry, shared = match
-        return self._engine.fork(entry.sequence, shared), None
+
+        def start() -> Sequence:
+            match = self._retained.best_match(job.ids)
+            if match is None:
+                return self._engine.open()
+            with self._engine.memory.within("prefill_build"):
+                return self._engine.fork(match[0].sequence, match[1])
+
+        return self._try(job, start, extent), None
 
     def _restored(
         self, job: Job, numbers: list[int], whole: Callable[[], Slot], extent: Extent
@@ -110,12 +116,14 @@ class Admission:
 
         whole: what they hold; asked again in each try, because slots and pages may have moved.
         """
-        length, logits_are_kept = _reusable(whole(), job)
+        length, logits_are_kept = self._reusable(whole(), job)
         job.pinned = [self._engine.slots[number] for number in numbers]
 
         def start() -> Sequence:
             match = self._retained.best_match(job.ids)
             job.from_slot = match is None or match[1] <= length
+            if length == 0 and match is None:
+                return self._engine.open()
             if match is None or match[1] <= length:
                 for number in numbers:
                     if self._engine.slots[number].stored is not None:
@@ -129,6 +137,14 @@ class Admission:
 
         sequence = self._try(job, start, extent)
         return sequence, whole().logits if logits_are_kept else None
+
+    def _reusable(self, held: Slot, job: Job) -> tuple[int, bool]:
+        """How much of a snapshot that the prompt starts with is reused, and whether the logits behind it."""
+        if len(held) < len(job.ids):
+            return len(held), False
+        if held.logits is None:  # the answer starts from the last token's logits: compute it once more
+            return self._engine.recurrence.resumable(held, len(held) - 1), False
+        return len(held), True
 
     def _reserve(self, job: Job, sequence: Sequence, extent: Extent) -> None:
         """Every page that the job will need. Only a prompt of several pieces passes the site."""
@@ -153,12 +169,3 @@ def _slots_of(job: Job) -> list[int]:
 
 def _needed(job: Job) -> int:
     return len(job.ids) + job.n_gen + STEP_MARGIN
-
-
-def _reusable(held: Slot, job: Job) -> tuple[int, bool]:
-    """How much of a snapshot that the prompt starts with is reused, and whether the logits behind it are."""
-    if len(held) < len(job.ids):
-        return len(held), False
-    if held.logits is None:
-        return len(held) - 1, False  # the answer starts from the last token's logits: compute it once more
-    return len(held), True

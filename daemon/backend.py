@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from slotd.daemon.candidates import Candidates, View
 from slotd.daemon.kv.page_storage import PageStorage
+from slotd.daemon.kv.recurrent_storage import RecurrentStorage
 from slotd.daemon.memory import Ledger
 from slotd.daemon.models.model import Interrupt
 from slotd.daemon.ops.interface import Ops
@@ -150,6 +151,10 @@ class Backend(Protocol):
 
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> PageStorage:
         """An empty store for a model's K and V."""
+        ...
+
+    def recurrent_store(self, hyper: HyperParameters) -> RecurrentStorage | None:
+        """A store for the states of a model's recurrent layers; None: it has none."""
         ...
 
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> Runner:

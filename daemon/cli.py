@@ -14,6 +14,7 @@ import click
 
 from slotd.daemon.cli_errors import Command, Group, naming_variable
 from slotd.daemon.config import (
+    DEFAULT_CHECKPOINT_EVERY,
     Config,
     Inactive,
     default_engine,
@@ -152,6 +153,16 @@ def main() -> None:
     help="In a long prompt, release cached memory blocks every N tokens, 0 = never [default: 0]. Each trim "
     "waits for the device and makes it set up its buffers again: below some thousand tokens it costs time. "
     "Never run with several devices or with a virtual-memory pool (there it does nothing).",
+)
+@click.option(
+    "--checkpoint-every",
+    type=int,
+    default=DEFAULT_CHECKPOINT_EVERY,
+    show_default=True,
+    envvar="SLOTD_CHECKPOINT_EVERY",
+    metavar="N",
+    help="Models with recurrent layers: keep the state of a running request every N tokens, the last "
+    "four of each, for a later request that shares a part of its text; 0 = never. No slot is needed for it.",
 )
 @click.option(
     "--engine",
@@ -320,6 +331,7 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         max_line=parse_size("--max-line", flags["max_line"]), max_stall=flags["max_stall"] / 1000,
         stall_timeout=flags["stall_timeout"], oom_policy=flags["oom_policy"],
         host_cache=parse_host_cache(flags["host_cache"]), trim_tokens=trim_tokens,
+        checkpoint_every=flags["checkpoint_every"],
         state_dir=flags["state_dir"], engine=flags["engine"] or default_engine(device),
         engine_timeout=flags["engine_timeout"], idle_unload=flags["idle_unload"],
         inactive=collect_inactive(draft, flags),

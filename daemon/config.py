@@ -37,6 +37,8 @@ OOM_POLICIES = ("ladder", "seed")
 #: Largest trim interval, in tokens.
 MAX_TRIM_TOKENS = 1 << 30
 
+DEFAULT_CHECKPOINT_EVERY = 4096
+
 #: Names of the source for the trim interval, the one that wins last. A wrong value there switches it off.
 TRIM_VARIABLES = ("DFLASH_PREFILL_POOL_TRIM_TOKENS", "LUCE_PREFILL_POOL_TRIM_TOKENS")
 
@@ -83,6 +85,7 @@ class Config:
         oom_policy: what running out of memory may cost: ladder or seed (see `memory.pressure`).
         host_cache: bytes of the host tier of slots; None = a quarter of the available memory, 0 = off.
         trim_tokens: give cached pool blocks back each time a prompt has computed so many tokens; 0 = never.
+        checkpoint_every: tokens between two kept states of a request, see `recurrence`; 0 = none is kept.
         state_dir: folder of the state file as it was given, see `state_file.choose_folder`.
         engine: what hosts the engine side: thread or process.
         engine_timeout: seconds without a sign of life after which an engine process is replaced.
@@ -111,6 +114,7 @@ class Config:
     oom_policy: str = "ladder"
     host_cache: int | None = None
     trim_tokens: int = 0
+    checkpoint_every: int = DEFAULT_CHECKPOINT_EVERY
     state_dir: str | None = None
     engine: str = "thread"
     engine_timeout: float = 60.0
@@ -133,6 +137,7 @@ class Config:
         check_range("--parallel", self.parallel, 1, 64)
         check_range("--slots", self.slots, 1, MAX_SLOTS)
         check_range("--prefill-pool-trim-tokens", self.trim_tokens, 0, MAX_TRIM_TOKENS)
+        check_range("--checkpoint-every", self.checkpoint_every, 0, MAX_CTX_LIMIT)
         if self.oom_policy not in OOM_POLICIES:
             raise ConfigError(f"--oom-policy {self.oom_policy!r}: must be {' or '.join(OOM_POLICIES)}")
         if self.engine not in ENGINE_HOSTS:

@@ -69,6 +69,9 @@ class CudaBackend:
             h.value_dim, kv_type(k_type), kv_type(v_type),
         )  # fmt: skip
 
+    def recurrent_store(self, hyper: HyperParameters) -> None:
+        return None  # none of its architectures has recurrent layers
+
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> CudaRunner:
         assert isinstance(store, CudaPageStore)
         self.stream.use()

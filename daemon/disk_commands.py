@@ -193,15 +193,18 @@ class DiskCommands:
         name = command.hash or ""
         check_free_for(self._engine.slots, command.slot, "thick")
         manifest = yield lambda: self._store.find(name, self._identity())
+        recurrence = self._engine.recurrence
+        recurrence.check_bytes(name, manifest.state.n_bytes)
         ids = np.frombuffer(manifest.ids, "<i4")
         slot = self._commands.attempt(lambda: self._blank_slot(ids))
         pages, store = slot.pages, self._engine.store
         try:
             writer = PieceWriter(store.layout, lambda index, n, data: store.write_page(pages[index], n, data))
-            data = yield lambda: self._store.read(name, writer)
+            data, found = yield lambda: self._store.read(name, writer)
             check_free_for(self._engine.slots, command.slot, "thick")
             logits = self._commands.attempt(lambda: self._kept_logits(data))
-            self._engine.slots.put(command.slot, Slot(slot.tokens, pages, logits))
+            state = self._commands.attempt(lambda: recurrence.write(found))
+            self._engine.slots.put(command.slot, Slot(slot.tokens, pages, logits, state=state))
         finally:
             store.pages.release(pages)
         self._reply(submit, SnapLoaded(slot=command.slot, cur_pos=len(slot), hash=name))
@@ -211,6 +214,7 @@ class DiskCommands:
     def _saving(self, slot: Slot) -> Callable[[], str]:
         """The work that saves a slot as it is now."""
         tokens, pages, logits, store = slot.tokens, slot.pages, slot.logits, self._engine.store
+        read_state = self._engine.recurrence.reading(slot)
         host = slot.host
 
         def read_image(index: int, n: int, buffer: memoryview) -> None:
@@ -225,6 +229,7 @@ class DiskCommands:
                 ids=np.asarray(tokens, "<i4").tobytes(),
                 logits=b"" if logits is None else np.asarray(logits, "<f4").tobytes(),
                 read_page=PieceReader(store.layout, read_image),
+                state=read_state(),
             )
             return self._store.save(image)
 

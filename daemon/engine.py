@@ -23,6 +23,7 @@ from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupt
+from slotd.daemon.recurrence import Recurrence, checkpoints_in
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
@@ -38,6 +39,7 @@ class _Open:
     start: int
     tokens: npt.NDArray[np.int32]
     parents: npt.NDArray[np.int32]  # counted in the call, as the path is
+    kind: Kind
 
 
 class Engine:
@@ -51,6 +53,7 @@ class Engine:
         n_slots: number of slots.
         host_cache: bytes of the host tier of slots, 0 = none.
         arena: the memory of the host tier; None: ordinary memory.
+        checkpoint_every: see `recurrence.Recurrence`; matters to models with recurrent layers.
 
     Raises:
         ConfigError: a K/V type that is unknown or does not fit the model's heads, or a promise of the backend
@@ -70,6 +73,7 @@ class Engine:
         n_slots: int = 8,
         host_cache: int = 0,
         arena: HostArena | None = None,
+        checkpoint_every: int = 4096,
     ) -> None:
         self.backend = backend
         self.k_type, self.v_type = k_type or backend.kv_type, v_type or backend.kv_type
@@ -78,10 +82,12 @@ class Engine:
         self.max_ctx = h.n_ctx_train if max_ctx is None else max_ctx
         self.memory = backend.memory
         self.store = backend.page_store(h, self.k_type, self.v_type)
+        self.recurrence = Recurrence(backend.recurrent_store(h), checkpoint_every)
         self.slots = Slots(self.store.pages, n_slots)
         self.host_tier = HostTier(
             backend, self.store, self.slots, host_cache, arena,
             {"model": file.identity, "k": self.k_type, "v": self.v_type, "math": backend.math},
+            self.recurrence.store,
         )  # fmt: skip
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
@@ -140,7 +146,7 @@ class Engine:
         self.drop(sequence)
         self._sequences.remove(sequence)
         self.store.pages.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.state, sequence.checkpoints = [], None, {}
 
     def reserve(self, sequence: Sequence, n_tokens: int, site: str | None = None) -> None:
         """Pages for n_tokens places in all, so that forwards up to there never need one.
@@ -160,32 +166,44 @@ class Engine:
         self._known(sequence)
         self._open.pop(sequence, None)
         sequence.open_rows = 0
+        sequence.open_state = None
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget everything behind `length` committed tokens, reserved pages included.
 
-        Right for models whose only memory is K/V; all that this engine loads are.
+        Raises:
+            ValueError: more tokens than there are, or a length that cannot be resumed from.
+            OutOfDeviceMemory: no room for the state there.
         """
         self.drop(sequence)
         if not 0 <= length <= len(sequence):
             raise ValueError(f"cannot truncate {len(sequence)} tokens to {length}")
+        if length < len(sequence):
+            sequence.state = self.recurrence.state_at(sequence, length)
+            sequence.checkpoints = checkpoints_in(sequence, length)
         del sequence.tokens[length:]
         keep = pages_for(length)
         self.store.pages.release(sequence.pages[keep:])
         del sequence.pages[keep:]
 
     def fork(self, source: Sequence | Slot, length: int | None = None) -> Sequence:
-        """A new sequence with the first `length` committed tokens of another, sharing its pages."""
+        """A new sequence with the first `length` committed tokens of another, sharing its pages.
+
+        Raises:
+            ValueError: more tokens than there are, or a length that cannot be resumed from.
+            OutOfDeviceMemory: no room for the recurrent state.
+        """
         length = len(source) if length is None else length
         if isinstance(source, Sequence):
             self._known(source)
         if not 0 <= length <= len(source):
             raise ValueError(f"cannot fork {length} of {len(source)} tokens")
+        state, checkpoints = self.recurrence.state_at(source, length), checkpoints_in(source, length)
         pages = list(source.pages[: pages_for(length)])
         self.store.pages.share(pages)
         sequence = self.open()
-        sequence.tokens = source.tokens[:length]
-        sequence.pages = pages
+        sequence.tokens, sequence.pages = source.tokens[:length], pages
+        sequence.state, sequence.checkpoints = state, checkpoints
         return sequence
 
     # ----- the one primitive
@@ -208,16 +226,16 @@ class Engine:
             self._known(sequence)
         for sequence in rows.sequences:
             self.drop(sequence)
-        if kind is Kind.PROMPT:
-            outputs = self._forward_prompt(rows, interrupt)
-        else:
-            with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
-                self._make_writable(rows)
-                outputs = self._runner.step(rows, interrupt)
+        try:
+            outputs = self._compute(rows, kind, interrupt)
+        except BaseException:
+            for sequence in rows.sequences:
+                sequence.open_state = None
+            raise
         start = 0
         for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
             inside = slice(start, start + n)
-            self._open[sequence] = _Open(start, rows.tokens[inside], rows.parents[inside])
+            self._open[sequence] = _Open(start, rows.tokens[inside], rows.parents[inside], kind)
             sequence.open_rows = n
             start += n
         return outputs
@@ -237,10 +255,13 @@ class Engine:
         if opened is None:
             raise ValueError("no forward is open on this sequence")
         local = check_path(opened.parents, opened.start, path)
+        self.recurrence.check_path(opened.kind, len(opened.tokens), local)
         with self.memory.site("commit"):
             self._move(sequence, local)
+        self.recurrence.commit(sequence, local)
         sequence.tokens.extend(opened.tokens[local].tolist())
         self.drop(sequence)
+        self.recurrence.keep_checkpoint(sequence)
 
     # ----- slots
 
@@ -261,7 +282,7 @@ class Engine:
             OutOfDeviceMemory: sites snapshot, slot_move; the slot holds what it held.
             OutOfHostMemory: no room in the host tier; the same.
         """
-        slot = self.capture(sequence, None if tier == "host" else logits, length)
+        slot = self.capture(sequence, None if tier == "host" else logits, length, borrow=tier == "host")
         if tier == "host":
             slot = self.host_tier.copy(slot, logits, keep=(number,))
         self.slots.put(number, slot)
@@ -273,13 +294,15 @@ class Engine:
         logits: npt.NDArray[np.float32] | None = None,
         length: int | None = None,
         kv_start: int | None = None,
+        borrow: bool = False,
     ) -> Slot:
         """A snapshot of the first `length` committed tokens (or of those from kv_start on), in no slot.
 
-        It has no references of its own to its pages: they live as long as the sequence's.
+        It has no references of its own to its pages: they live as long as the sequence's. `borrow`: nor a
+        recurrent state of its own, but the sequence's, which its next commit changes.
 
         Raises:
-            ValueError: more tokens than there are.
+            ValueError: more tokens than there are, or a length that cannot be resumed from.
             OutOfDeviceMemory: site snapshot.
         """
         self._known(sequence)
@@ -287,10 +310,11 @@ class Engine:
         if not (kv_start or 0) <= length <= len(sequence):
             raise ValueError(f"cannot keep {kv_start or 0}..{length} of {len(sequence)} tokens")
         with self.memory.site("snapshot"):
+            state = self.recurrence.state_at(sequence, length, None if borrow else "snapshot")
             kept = None if logits is None else self.keep_logits(logits)
         pages = sequence.pages[(kv_start or 0) // PAGE : pages_for(length)]
         self.store.settle()
-        return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start)
+        return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start, state=state)
 
     def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """A copy as a slot keeps it.
@@ -333,6 +357,8 @@ class Engine:
         Pages that somebody else holds, who reads or writes a file, stay where they are.
         """
         owners = [*(sequence.pages for sequence in self._sequences), *(s.pages for s in self.slots.values())]
+        for sequence in self._sequences:
+            sequence.checkpoints = {}
         moves = self.store.compact(self.store.pages.owners_beside(owners))
         if moves:
             for sequence in self._sequences:
@@ -351,9 +377,15 @@ class Engine:
 
     # ----- inside
 
-    def _forward_prompt(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
+    def _compute(self, rows: Rows, kind: Kind, interrupt: Interrupt | None) -> Outputs:
+        if kind is Kind.STEP:
+            with self.memory.site("decode" if len(rows) == len(rows.sequences) else "verify"):
+                self._make_writable(rows)
+                self.recurrence.open(rows, kind)
+                return self._runner.step(rows, interrupt)
         with self.memory.site("prefill_build"):
             self._make_writable(rows)
+            self.recurrence.open(rows, kind)
             self._runner.reserve(rows)
         with self.memory.site("prefill_embed"):
             x = self._runner.embed(rows)

@@ -52,10 +52,12 @@ class InlineSnapshots:
         failed = None
         try:
             with job.account.inside("snapshot"):
-                if free_for(self._engine.slots, snap.slot, "thick"):
-                    slot = self._keep(job, snap, logits if snap.at == len(job.sequence) else None)
-                else:
+                if not free_for(self._engine.slots, snap.slot, "thick"):
                     failed = "bad_slot"
+                elif self._engine.recurrence.resumable(job.sequence, snap.at) != snap.at:
+                    failed = "no_state"  # the request started behind it
+                else:
+                    slot = self._keep(job, snap, logits if snap.at == len(job.sequence) else None)
         except OutOfDeviceMemory:
             failed = "oom"
         except OutOfHostMemory:

@@ -13,6 +13,7 @@ from slotd.daemon.backend import HostOutputs, Outputs
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.page_storage import PageStorage
+from slotd.daemon.kv.recurrent_store import RecurrentStore
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.models.model import Interrupt, Model
@@ -50,6 +51,9 @@ class NumpyBackend:
             self.memory, len(h.attention_layers), h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type),
             kv_type(v_type),
         )  # fmt: skip
+
+    def recurrent_store(self, hyper: HyperParameters) -> RecurrentStore | None:
+        return None if hyper.delta_net is None else RecurrentStore(self.memory, hyper.delta_net)
 
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> NumpyRunner:
         assert isinstance(store, PageStore)

@@ -162,11 +162,12 @@ class Recovery:
         )  # fmt: skip
 
     def _give_up(self, spare: Key | None) -> bool:
-        """Whether closing the oldest ended sequence freed a page."""
-        before = self._engine.store.pages.n_used
+        """Whether closing the oldest ended sequence freed a page or a state."""
+        pages, memory = self._engine.store.pages, self._engine.memory
+        pages_used, states = pages.n_used, memory.live("state")
         self._retained.drop_oldest(spare)
         self._engine.compact()
-        return self._engine.store.pages.n_used < before
+        return pages.n_used < pages_used or memory.live("state") < states
 
     def _move(self, number: int, pinned: Collection[Slot]) -> bool:
         """Whether the slot could be moved."""

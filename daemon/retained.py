@@ -35,11 +35,16 @@ class RetainedSequences:
     Args:
         limit: how many to keep.
         close: gives a dropped sequence's pages back.
+        resumable: how many of the first `length` tokens of a sequence another one can start with.
     """
 
-    def __init__(self, limit: int, close: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self, limit: int, close: Callable[[Sequence], None],
+        resumable: Callable[[Sequence, int], int] = lambda sequence, length: length,
+    ) -> None:  # fmt: skip
         self._limit = limit
         self._close = close
+        self._resumable = resumable
         self._entries: OrderedDict[Key, Retained] = OrderedDict()
 
     def __len__(self) -> int:
@@ -78,13 +83,14 @@ class RetainedSequences:
         return True
 
     def best_match(self, ids: npt.NDArray[np.int32]) -> tuple[Retained, int] | None:
-        """The sequence that shares the longest prefix with `ids`, and that prefix's length.
+        """The sequence to start from with the longest prefix that `ids` share, and that prefix's length.
 
         The last prompt token is never counted: its logits are needed, so it is computed in any case.
         """
         best: tuple[Retained, int] | None = None
         for entry in self._entries.values():
             shared = common_prefix(ids[:-1], np.frombuffer(entry.sequence.tokens, dtype=np.int32))
+            shared = self._resumable(entry.sequence, shared)
             if shared >= MIN_SHARED and (best is None or shared > best[1]):
                 best = entry, shared
         return best

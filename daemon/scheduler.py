@@ -91,7 +91,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._exclusive: deque[Submit] = deque()  # park and unpark wait until nothing runs
-        self._retained = RetainedSequences(max(4, parallel), engine.close)
+        self._retained = RetainedSequences(max(4, parallel), engine.close, engine.recurrence.resumable)
         self._recovery = Recovery(engine, self._retained, deliver, lambda: self._publish(True), policy, epoch)
         self._parking = Parking(engine, self._recovery, clock, idle_unload)
         self._commands = SlotCommands(engine, self._retained, deliver, self._recovery, self._parking, clock)

@@ -61,6 +61,7 @@ def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
             n_slots=config.slots,
             host_cache=host_budget(config) if arena is None else arena.budget,
             arena=arena,
+            checkpoint_every=config.checkpoint_every,
         )
     except OutOfDeviceMemory as error:
         limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "the device's memory"
@@ -182,6 +183,9 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
             "k": engine.k_type, "v": engine.v_type, "window": 0,
             "bytes_per_token": engine.store.bytes_per_token,
         },
+        "recurrent": {
+            "state_bytes": engine.recurrence.state_bytes, "checkpoint_every": config.checkpoint_every
+        },
         "slot_dir": store and {
             "path": str(config.slot_dir), "budget": config.slot_bytes, "read_only": store.read_only
         },
@@ -200,17 +204,18 @@ def _props(config: Config, engine: Engine, store: SlotStore | None) -> Mapping[s
 
 def _effective(config: Config, engine: Engine) -> Mapping[str, Any]:
     """What was asked for beside what the memory has room for, when every request and slot is max_ctx long."""
-    capacity = engine.store.capacity()
-    in_host = engine.host_tier.budget // engine.store.bytes_per_token
+    capacity, token_bytes = engine.store.capacity(), engine.store.bytes_per_token
+    in_host = engine.host_tier.budget // token_bytes
+    longest = engine.max_ctx - (-engine.recurrence.state_bytes // token_bytes)  # its state as so many tokens
     return {
         "memory": {"requested": config.memory_limit, "effective": engine.memory.total},
         "host_cache": {"requested": config.host_cache, "effective": engine.host_tier.budget},
         "kv_tokens": {"effective": capacity},
         "parallel": {
-            "requested": config.parallel, "effective": min(config.parallel, capacity // engine.max_ctx),
+            "requested": config.parallel, "effective": min(config.parallel, capacity // longest),
         },
         "slots": {
             "requested": config.slots,
-            "effective": min(config.slots, capacity // engine.max_ctx + in_host // engine.max_ctx),
+            "effective": min(config.slots, capacity // longest + in_host // longest),
         },
     }  # fmt: skip

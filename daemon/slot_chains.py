@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.engine import Engine
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.retained import common_prefix
@@ -22,6 +23,16 @@ from slotd.protocol.errors import RequestError
 from slotd.protocol.messages import ChainRestored, RestoreChain
 
 Kind = Literal["thick", "thin"]
+
+
+def check_spans(engine: Engine, verb: str) -> None:
+    """K/V of a span can be put behind others; what a recurrent state has seen cannot.
+
+    Raises:
+        RequestError: unsupported, by a model with recurrent layers.
+    """
+    if engine.recurrence.state_bytes:
+        raise RequestError("unsupported", {"verb": verb, "arch": engine.hyper.arch})
 
 
 def free_for(slots: Mapping[int, Slot], number: int, kind: Kind) -> bool:

@@ -20,7 +20,7 @@ from slotd.daemon.parking import Parking
 from slotd.daemon.recovery import Recovery
 from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import Kind, Rows
-from slotd.daemon.slot_chains import check_free_for, filled
+from slotd.daemon.slot_chains import check_free_for, check_spans, filled
 from slotd.protocol.errors import ModelError, RequestError, Value
 from slotd.protocol.messages import (
     Event,
@@ -149,6 +149,7 @@ class SlotCommands:
         return self.attempt(lambda: self._engine.capture(entry.sequence, logits), spare=entry.key)
 
     def _keep_span(self, submit: Submit, command: SnapshotThin) -> None:
+        check_spans(self._engine, command.verb)
         check_free_for(self._engine.slots, command.slot, "thin")
         entry = self._ended_sequence(submit.key, command.of)
         if command.kv_end > len(entry.sequence):

@@ -89,11 +89,13 @@ class SpilledSlots:
         try:
             pages = attempt(lambda: self._blank_pages(slot))
             writer = PieceWriter(store.layout, lambda index, n, data: store.write_page(pages[index], n, data))
-            data = yield lambda: self._store.read(name, writer)
+            data, found = yield lambda: self._store.read(name, writer)
+            self._engine.recurrence.check_bytes(name, len(found))
             logits = attempt(lambda: self._engine.keep_logits(np.frombuffer(data, "<f4"))) if data else None
+            state = attempt(lambda: self._engine.recurrence.write(found))
             if slots.get(number) is slot:
                 store.pages.share(pages)
-                slot.pages, slot.logits, slot.stored = tuple(pages), logits, None
+                slot.pages, slot.logits, slot.state, slot.stored = tuple(pages), logits, state, None
                 self._count(slot)
         except RequestError as error:
             self._drop(number, slot, str(error))

@@ -55,7 +55,7 @@ CODES: Mapping[str, str] = {
     "target_parked": "the target model is parked",
     "unknown_command": "the first word is not a verb",
     "unknown_snapshot": "no snapshot of this hash is stored",
-    "unsupported": "a known verb or field that this build does not have",
+    "unsupported": "a known verb or field that this build or the model does not have",
     "write_out": "the output file cannot be written",
     "write_snapshot": "the snapshot could not be written to disk",
     "wrong_snapshot": "the stored snapshot is of another model, K/V type, window or arithmetic",

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.ops.batch import Batch, Span
+from slotd.daemon.ops.recurrent_state import RecurrentSpan, StepInputs
 from slotd.daemon.row_checks import is_chain, row_counts
 from slotd.daemon.rows import COMMITTED_END, Rows
 from slotd.daemon.sequence import Sequence
@@ -38,10 +39,21 @@ def _span(
     table = sequence.pages[: pages_for(length + n)]
     runs = tuple(store.runs(table))
     pieces = tuple(store.pieces(table, length, n, start))
+    recurrent = _recurrent(sequence, parents)
     if is_chain(parents):
-        return Span(start, positions, runs, pieces, len(table), None)
+        return Span(start, positions, runs, pieces, len(table), None, recurrent)
     shared = length // PAGE
-    return Span(start, positions, runs, pieces, shared, _tail(parents, length - shared * PAGE))
+    return Span(start, positions, runs, pieces, shared, _tail(parents, length - shared * PAGE), recurrent)
+
+
+def _recurrent(sequence: Sequence, parents: npt.NDArray[np.int32]) -> RecurrentSpan | None:
+    opened = sequence.open_state
+    if opened is None:
+        return None
+    length, state = len(sequence), sequence.state
+    if isinstance(opened, StepInputs):
+        return RecurrentSpan(length, parents, state, inputs=opened)
+    return RecurrentSpan(length, parents, state, after=opened)
 
 
 def _tail(parents: npt.NDArray[np.int32], committed: int) -> npt.NDArray[np.int64]:

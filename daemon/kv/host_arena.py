@@ -64,6 +64,19 @@ class _Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """A slot's place in the arena, taken while one of these is.
+
+    Attributes:
+        images: uint8 [pages, page bytes].
+        state: uint8 [state bytes], right behind them.
+    """
+
+    images: Bytes
+    state: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Survivor:
     """What the directory says of a slot.
 
@@ -71,13 +84,13 @@ class Survivor:
         about: what was said of it when it was written.
         tokens: its ids.
         logits: float32 [n_vocab] or None.
-        images: uint8 [pages, page bytes], in the arena.
+        room: the rest of it, in the arena.
     """
 
     about: Mapping[str, Any]
     tokens: array[int]
     logits: npt.NDArray[np.float32] | None
-    images: Bytes
+    room: Room
 
 
 class HostArena:
@@ -117,11 +130,11 @@ class HostArena:
 
     # ----- room
 
-    def images(
+    def room(
         self, n_pages: int, page_bytes: int, about: Mapping[str, Any], tokens: array[int],
-        logits: npt.NDArray[np.float32] | None,
-    ) -> Bytes | None:  # fmt: skip
-        """Room for the page images of a slot, uint8 [n_pages, page_bytes], to be filled; the rest is written.
+        logits: npt.NDArray[np.float32] | None, state_bytes: int = 0,
+    ) -> Room | None:  # fmt: skip
+        """Room for the page images and the state of a slot, to be filled; the rest is written.
 
         about: JSON values that come back with it.
 
@@ -131,11 +144,11 @@ class HostArena:
         Raises:
             MemoryError: the system has no memory left.
         """
-        head = _head(about, tokens, logits, n_pages, page_bytes)
+        head = _head(about, tokens, logits, n_pages, page_bytes, state_bytes)
         start = _aligned(len(head))
         with self._lock:
             self._take_back()
-            payload = self._place(start + n_pages * page_bytes)
+            payload = self._place(start + n_pages * page_bytes + state_bytes)
             if payload is None:
                 return None
             self._cells[payload.offset : payload.offset + len(head)] = head
@@ -164,7 +177,7 @@ class HostArena:
             raise MemoryError(f"no {end - self._taken} bytes for the host tier: {error.strerror}") from None
         self._taken = end
 
-    def _hand_out(self, payload: _Payload, start: int, n_pages: int, page_bytes: int) -> Bytes:
+    def _hand_out(self, payload: _Payload, start: int, n_pages: int, page_bytes: int) -> Room:
         first = payload.offset + start
         view = memoryview(self._cells)[first : payload.offset + payload.length]
         flat = np.frombuffer(view, np.uint8)
@@ -173,7 +186,8 @@ class HostArena:
         assert isinstance(owner, memoryview)
         payload.view = weakref.ref(owner, lambda _: self._released.append(address))
         self._payloads[address] = payload
-        return flat.reshape(n_pages, page_bytes)
+        n_bytes = n_pages * page_bytes
+        return Room(flat[:n_bytes].reshape(n_pages, page_bytes), flat[n_bytes:])
 
     def _take_back(self) -> None:
         while self._released:
@@ -277,8 +291,9 @@ class HostArena:
             logits = np.frombuffer(self._cells[at : at + 4 * about["n_logits"]], np.float32)
             at += 4 * about["n_logits"]
         start = _aligned(at - payload.offset)
-        images = self._hand_out(payload, start, about["n_pages"], about["page_bytes"])
-        return Survivor(about, tokens, logits, images)
+        return Survivor(
+            about, tokens, logits, self._hand_out(payload, start, about["n_pages"], about["page_bytes"])
+        )
 
 
 def open_arena(descriptor: int | None, budget: int, *, recorded: bool) -> HostArena | None:
@@ -294,11 +309,11 @@ def open_arena(descriptor: int | None, budget: int, *, recorded: bool) -> HostAr
 
 def _head(
     about: Mapping[str, Any], tokens: array[int], logits: npt.NDArray[np.float32] | None, n_pages: int,
-    page_bytes: int,
+    page_bytes: int, state_bytes: int,
 ) -> bytes:  # fmt: skip
     sizes = {
         "n_tokens": len(tokens), "n_logits": 0 if logits is None else len(logits), "n_pages": n_pages,
-        "page_bytes": page_bytes,
+        "page_bytes": page_bytes, "n_state": state_bytes,
     }  # fmt: skip
     text = json.dumps({**about, **sizes}).encode()
     parts = [len(text).to_bytes(LENGTH_BYTES, "little"), text, tokens.tobytes()]

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from slotd.daemon.kv.host_arena import HostArena, Survivor
+from slotd.daemon.kv.host_arena import HostArena, Room, Survivor
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.recurrent_storage import RecurrentStorage
 from slotd.daemon.kv.slots import Slot, Slots
 from slotd.daemon.memory import Ledger
 from slotd.daemon.ops.page_layout import Bytes
@@ -79,6 +80,7 @@ class HostTier:
         budget: most bytes in host memory, 0 = none.
         arena: where slots get their memory; None, and when it has no room: memory of their own.
         identity: what the K/V depend on, JSON values; a slot of another process must have the same.
+        states: the recurrent states; None: the model has none.
 
     Attributes:
         spill: starts to write slot `number` to disk and calls `spilled` at the end; False: that cannot be.
@@ -87,10 +89,16 @@ class HostTier:
     def __init__(
         self, device: Device, store: PageStorage, slots: Slots, budget: int,
         arena: HostArena | None = None, identity: Mapping[str, Any] | None = None,
+        states: RecurrentStorage | None = None,
     ) -> None:  # fmt: skip
         self.budget = budget
         self._arena = arena
-        self._identity = {**(identity or {}), "page": PAGE, "page_bytes": store.page_bytes}
+        self._states = states
+        self._state_bytes = 0 if states is None else states.n_bytes
+        self._identity = {
+            **(identity or {}), "page": PAGE, "page_bytes": store.page_bytes,
+            "state_bytes": self._state_bytes,
+        }  # fmt: skip
         self.counts = HostCounts()
         self._device = device
         self._memory = device.memory
@@ -132,6 +140,8 @@ class HostTier:
         if slot.host is not None:
             return 0
         own = sum(self._store.pages.references(page) == 1 for page in slot.pages) * self._store.page_bytes
+        if slot.state is not None:
+            own += self._state_bytes
         if slot.logits is None or not self._device.logits_on_device:
             return own
         return own + slot.logits.nbytes
@@ -139,7 +149,8 @@ class HostTier:
     def size(self, slot: Slot) -> int:
         """Bytes of a slot, the same in every tier; on disk without the logits, which are in its file."""
         logits = 0 if slot.logits is None else slot.logits.nbytes
-        return pages_for(slot.places) * self._store.page_bytes + logits
+        state = self._state_bytes if len(slot) else 0
+        return pages_for(slot.places) * self._store.page_bytes + state + logits
 
     def copy(self, slot: Slot, logits: npt.NDArray[np.float32] | None, keep: Collection[int] = ()) -> Slot:
         """A host slot with the content of a device slot, which stays as it is, and these logits.
@@ -155,7 +166,9 @@ class HostTier:
         with self._memory.site("slot_move"):
             self._make_room(size, keep)
             try:
-                copied.host = self._store.read(slot.pages, slot.places, self._room(slot, logits))
+                room = self._room(slot, logits)
+                copied.host = self._store.read(slot.pages, slot.places, None if room is None else room.images)
+                copied.state = self._read_state(slot, room)
                 copied.logits = None if logits is None else logits.copy()
             except MemoryError:
                 raise OutOfHostMemory(size, self.budget) from None
@@ -177,7 +190,7 @@ class HostTier:
             raise ValueError(f"slot {number} is on disk")
         copied = self.copy(slot, slot.logits, keep)
         pages, slot.pages = slot.pages, ()
-        slot.host, slot.logits = copied.host, copied.logits
+        slot.host, slot.logits, slot.state = copied.host, copied.logits, copied.state
         self._store.pages.release(pages)
 
     def promote(self, number: int) -> None:
@@ -193,20 +206,32 @@ class HostTier:
         if slot.host is None:
             return
         with self._memory.site("slot_move"):
-            logits = None
+            logits = state = None
             if slot.logits is not None:
                 logits = self._device.keep_logits(slot.logits)
+            if slot.state is not None and self._states is not None:
+                state = self._states.write(slot.state, "snapshot")
             pages = self._store.allocate(pages_for(slot.places))
         self._store.write(pages, slot.host)
-        slot.pages, slot.host, slot.logits = tuple(pages), None, logits
+        slot.pages, slot.host, slot.logits, slot.state = tuple(pages), None, logits, state
         self.counts.moves_in += 1
         self.counts.bytes_in += self.size(slot)
 
-    def _room(self, slot: Slot, logits: npt.NDArray[np.float32] | None) -> Bytes | None:
+    def _room(self, slot: Slot, logits: npt.NDArray[np.float32] | None) -> Room | None:
         if self._arena is None:
             return None
         about = {"identity": self._identity, "kv_start": slot.kv_start}
-        return self._arena.images(len(slot.pages), self._store.page_bytes, about, slot.tokens, logits)
+        return self._arena.room(
+            len(slot.pages), self._store.page_bytes, about, slot.tokens, logits,
+            0 if slot.state is None else self._state_bytes,
+        )  # fmt: skip
+
+    def _read_state(self, slot: Slot, room: Room | None) -> Bytes | None:
+        if slot.state is None or self._states is None:
+            return None
+        state = np.empty(self._state_bytes, np.uint8) if room is None else room.state
+        self._states.read(slot.state, state)
+        return state
 
     # ----- between two processes
 
@@ -229,7 +254,8 @@ class HostTier:
 
     def _adopted(self, survivor: Survivor) -> Slot:
         slot = Slot(survivor.tokens, (), survivor.logits, survivor.about["kv_start"])
-        slot.host = self._store.stored(survivor.images, slot.places)
+        slot.host = self._store.stored(survivor.room.images, slot.places)
+        slot.state = survivor.room.state if len(survivor.room.state) else None
         return slot
 
     # ----- room
@@ -269,7 +295,7 @@ class HostTier:
         if name is not None:
             self.counts.moves_to_disk += 1
             self.counts.bytes_to_disk += self.size(slot)
-            slot.host, slot.logits, slot.stored = None, None, name
+            slot.host, slot.logits, slot.state, slot.stored = None, None, None, name
         elif self.used > self.budget:
             self._drop(number)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slotd.daemon.kv.page_files import PageEntry, Prefixes
 from slotd.daemon.kv.page_transfer import ReadPage, Wanted, blank_table
-from slotd.daemon.kv.slot_files import Identity, Part
+from slotd.daemon.kv.slot_files import Blob, Identity, Part
 from slotd.daemon.kv.slot_index import Place, SlotIndex
 from slotd.protocol.slot_identity import HASH_BYTES
 
@@ -22,12 +22,14 @@ class Image:
         ids: int32 little-endian bytes of the ids it covers.
         logits: float32 little-endian bytes of the logits that follow, or none.
         read_page: gives its K/V.
+        state: of the recurrent layers; None: the model has none.
     """
 
     identity: Identity
     ids: bytes
     logits: bytes
     read_page: ReadPage
+    state: Blob | None = None
 
     @property
     def length(self) -> int:

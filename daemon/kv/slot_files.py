@@ -5,6 +5,8 @@ which pieces of which page files it consists of, and the logits that follow. A l
 of the shorter one and adds a page file with the tokens that are new, so nothing is written twice: neither K/V
 nor ids, not even those of a page that was not full.
 
+A model with recurrent layers has their state in the manifest too, the last of its sections.
+
 Both start with the same frame::
 
     8 bytes   magic, one for each kind
@@ -28,7 +30,9 @@ from typing import Any
 
 from slotd.protocol.slot_identity import HASH_BYTES
 
+#: Of all files but manifests with a state, which a reader of this version could not make anything of.
 FORMAT_VERSION = 2
+STATE_VERSION = 3
 MANIFEST_MAGIC = b"slotdSNP"
 
 _FRAME = struct.Struct("<8sII")
@@ -97,6 +101,23 @@ class Section:
     crc: int
 
 
+#: A section that is not there.
+NOTHING = Section(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes of a large section, with their CRC-32."""
+
+    data: bytes | memoryview
+    crc: int
+
+    @classmethod
+    def of(cls, data: bytes | memoryview) -> Blob:
+        """These bytes, which do not change any more."""
+        return cls(data, zlib.crc32(data))
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The head of a manifest file.
@@ -107,6 +128,7 @@ class Manifest:
         parts: where its K/V are, in order.
         logits: float32 little-endian logits that follow, or no bytes.
         file_bytes: length of the file.
+        state: of the recurrent layers, or no bytes.
     """
 
     identity: Identity
@@ -114,6 +136,7 @@ class Manifest:
     parts: tuple[Part, ...]
     logits: Section
     file_bytes: int
+    state: Section = NOTHING
 
     @property
     def length(self) -> int:
@@ -125,16 +148,18 @@ class Manifest:
 # Manifests
 
 
-def encode_manifest(identity: Identity, length: int, parts: tuple[Part, ...], logits: bytes) -> bytes:
-    """A whole manifest file of a snapshot with so many tokens."""
+def encode_manifest(
+    identity: Identity, length: int, parts: tuple[Part, ...], logits: bytes, state: Blob | None = None
+) -> bytes:
+    """A whole manifest file of a snapshot with so many tokens, but for its state: that goes right behind."""
     packed = b"".join(_PART.pack(bytes.fromhex(part.name), part.first, part.count) for part in parts)
     sections = {"parts": packed, "logits": logits}
-    header = {
-        "identity": asdict(identity),
-        "length": length,
-        "sections": [[name, len(data), zlib.crc32(data)] for name, data in sections.items()],
-    }
-    return encode_frame(MANIFEST_MAGIC, header) + b"".join(sections.values())
+    listed = [[name, len(data), zlib.crc32(data)] for name, data in sections.items()]
+    if state is not None:
+        listed.append(["state", len(state.data), state.crc])
+    header = {"identity": asdict(identity), "length": length, "sections": listed}
+    version = FORMAT_VERSION if state is None else STATE_VERSION
+    return encode_frame(MANIFEST_MAGIC, header, version) + b"".join(sections.values())
 
 
 def decode_manifest(read: Read, file_bytes: int, ids_of: Callable[[Part], bytes]) -> Manifest:
@@ -143,11 +168,15 @@ def decode_manifest(read: Read, file_bytes: int, ids_of: Callable[[Part], bytes]
     ids_of: the ids of a part; raises BadFile when there is no such part.
 
     Raises:
-        BadFile: it is not one, is cut, or is damaged. `logits` are not looked at.
+        BadFile: it is not one, is cut, or is damaged. `logits` and `state` are not looked at.
     """
-    header, start = read_frame(read, MANIFEST_MAGIC)
+    header, start, version = read_versioned_frame(read, MANIFEST_MAGIC, (FORMAT_VERSION, STATE_VERSION))
     sections = dict(_sections(header, start))
-    if set(sections) != {"parts", "logits"} or sections["logits"].n_bytes % 4:
+    names = ["parts", "logits"] if version == FORMAT_VERSION else ["parts", "logits", "state"]
+    if list(sections) != names or sections["logits"].n_bytes % 4:
+        raise BadFile("header")
+    state = sections.get("state", NOTHING)
+    if version == STATE_VERSION and (not state.n_bytes or state.n_bytes % 4):
         raise BadFile("header")
     if start + sum(section.n_bytes for section in sections.values()) != file_bytes:
         raise BadFile("length")
@@ -156,7 +185,7 @@ def decode_manifest(read: Read, file_bytes: int, ids_of: Callable[[Part], bytes]
     ids = b"".join(map(ids_of, parts))
     if len(ids) != 4 * count_in(header, "length", least=0):
         raise BadFile("header")
-    return Manifest(identity, ids, parts, sections["logits"], file_bytes)
+    return Manifest(identity, ids, parts, sections["logits"], file_bytes, state)
 
 
 def read_section(read: Read, section: Section, name: str) -> bytes:
@@ -210,10 +239,10 @@ def _identity(data: Any) -> Identity:
 # The frame
 
 
-def encode_frame(magic: bytes, header: Mapping[str, Any]) -> bytes:
+def encode_frame(magic: bytes, header: Mapping[str, Any], version: int = FORMAT_VERSION) -> bytes:
     """The frame around a header."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    framed = _FRAME.pack(magic, FORMAT_VERSION, len(text)) + text
+    framed = _FRAME.pack(magic, version, len(text)) + text
     return framed + _CRC.pack(zlib.crc32(framed))
 
 
@@ -223,13 +252,21 @@ def read_frame(read: Read, magic: bytes) -> tuple[dict[str, Any], int]:
     Raises:
         BadFile: there is none of this kind, or it is cut or damaged.
     """
+    header, end, _ = read_versioned_frame(read, magic, (FORMAT_VERSION,))
+    return header, end
+
+
+def read_versioned_frame(
+    read: Read, magic: bytes, versions: tuple[int, ...]
+) -> tuple[dict[str, Any], int, int]:
+    """As `read_frame`, of one of these versions: the header, the offset of what follows, the version."""
     start = read(0, _FRAME.size)
     if len(start) < _FRAME.size:
         raise BadFile("cut")
     found, version, n = _FRAME.unpack(start)
     if found != magic:
         raise BadFile("magic")
-    if version != FORMAT_VERSION:
+    if version not in versions:
         raise BadFile("version")
     if n > _LONGEST_HEADER:
         raise BadFile("header")
@@ -244,7 +281,7 @@ def read_frame(read: Read, magic: bytes) -> tuple[dict[str, Any], int]:
         raise BadFile("header") from None
     if not isinstance(header, dict):
         raise BadFile("header")
-    return header, _FRAME.size + n + _CRC.size
+    return header, _FRAME.size + n + _CRC.size, version
 
 
 def count_in(header: Mapping[str, Any], name: str, least: int = 1) -> int:

@@ -163,7 +163,12 @@ class SlotStore:
         return name
 
     def _worth_writing(self, image: Image) -> bytes:
-        """The logits, unless there are few K/V since the last snapshot of a shorter prefix that has some."""
+        """The logits, unless there are few K/V since the last snapshot of a shorter prefix that has some.
+
+        A recurrent state cannot be taken back by the token that would have to be computed without them.
+        """
+        if image.state is not None:
+            return image.logits
         before = max(
             (
                 stored.manifest.length
@@ -190,7 +195,10 @@ class SlotStore:
             return False
         manifest = stored.manifest
         same_logits = not logits or manifest.logits.crc == zlib.crc32(logits)
-        return manifest.identity == plan.image.identity and manifest.parts == plan.parts() and same_logits
+        state = plan.image.state
+        same_state = manifest.state.crc == (state.crc if state is not None else 0)
+        same_kv = manifest.identity == plan.image.identity and manifest.parts == plan.parts()
+        return same_kv and same_logits and same_state
 
     def _make_room(self, n_bytes: int, needed: set[str]) -> None:
         """Remove snapshots, least recently used first, until n_bytes more fit. Files in `needed` stay."""
@@ -204,14 +212,18 @@ class SlotStore:
 
     def _write(self, name: str, plan: SavePlan, logits: bytes) -> None:
         parts = plan.parts(self._write_pieces(name, plan)) if plan.missing else plan.parts()
-        data = encode_manifest(plan.image.identity, plan.image.length, parts, logits)
+        image = plan.image
+        data = encode_manifest(image.identity, image.length, parts, logits, image.state)
+        n_bytes = len(data) + _state_bytes(image)
 
         def fill(descriptor: int) -> str:
             write_at(descriptor, data, 0)
+            if image.state is not None:
+                write_at(descriptor, image.state.data, len(data))
             return name + MANIFEST_SUFFIX
 
         self._folder.write(name + MANIFEST_SUFFIX, fill)
-        manifest = decode_manifest(lambda offset, n: data[offset : offset + n], len(data), self._index.ids_of)
+        manifest = decode_manifest(lambda offset, n: data[offset : offset + n], n_bytes, self._index.ids_of)
         self._index.add(name, manifest, 0)
         self._use(name)
 
@@ -236,8 +248,8 @@ class SlotStore:
 
     # ----- loading
 
-    def read(self, name: str, write_page: WritePage) -> bytes:
-        """Hand out the K/V of a snapshot, page by page; returns its logits, or no bytes.
+    def read(self, name: str, write_page: WritePage) -> tuple[bytes, bytes]:
+        """Hand out the K/V of a snapshot, page by page; returns its logits and its state, or no bytes.
 
         Raises:
             RequestError: unknown_snapshot; bad_snapshot, and then the damaged file was moved aside.
@@ -247,21 +259,21 @@ class SlotStore:
         if stored is None:
             raise RequestError("unknown_snapshot", {"hash": name})
         try:
-            logits = self._read(name, stored.manifest, write_page)
+            rest = self._read(name, stored.manifest, write_page)
         except Damaged as error:
             self._give_up(error)
             raise RequestError("bad_snapshot", {"hash": name, "reason": error.reason}) from None
         self._use(name)
-        return logits
+        return rest
 
-    def _read(self, name: str, manifest: Manifest, write_page: WritePage) -> bytes:
+    def _read(self, name: str, manifest: Manifest, write_page: WritePage) -> tuple[bytes, bytes]:
         at, page = 0, manifest.identity.page
         for part in manifest.parts:
             with self._folder.reading(part.name + PAGES_SUFFIX) as file:
                 pages = self._index.files[part.name]
                 at = read_pieces(file, pages, part, at, page, write_page, self.check_stop)
         with self._folder.reading(name + MANIFEST_SUFFIX) as file:
-            return read_section(file, manifest.logits, "logits")
+            return read_section(file, manifest.logits, "logits"), read_section(file, manifest.state, "state")
 
     # ----- removing
 
@@ -379,4 +391,9 @@ class SlotStore:
 def _new_bytes(plan: SavePlan, logits: bytes) -> int:
     """Bytes that are to be written."""
     image = plan.image
-    return plan.new_page_bytes + len(encode_manifest(image.identity, image.length, plan.parts(), logits))
+    manifest = encode_manifest(image.identity, image.length, plan.parts(), logits, image.state)
+    return plan.new_page_bytes + len(manifest) + _state_bytes(image)
+
+
+def _state_bytes(image: Image) -> int:
+    return 0 if image.state is None else len(image.state.data)

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,8 @@ class Slot:
         stored: hash of its file while its bytes are there only, else None.
         last_used: when it was filled or restored last, seconds on the clock of its `Slots`.
         content_hash: see `slot_hash`; None until somebody has asked.
+        state: of the recurrent layers behind the last token: as the backend keeps it while the pages are on
+            the device, uint8 [state bytes] in host memory; None on disk, and for models without such layers.
     """
 
     tokens: array[int]
@@ -48,6 +51,7 @@ class Slot:
     stored: str | None = None
     last_used: float = 0.0
     content_hash: str | None = None
+    state: Any = None
 
     @property
     def kind(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from slotd.daemon.models.llama import Llama
 from slotd.daemon.models.model import Model
 from slotd.daemon.models.qwen3 import Qwen3
+from slotd.daemon.models.qwen35 import Qwen35
 from slotd.daemon.ops.interface import Ops
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ModelError
@@ -16,6 +17,7 @@ from slotd.protocol.errors import ModelError
 MODELS: Mapping[str, Callable[[ModelFile, Any, int], Model]] = {
     "llama": Llama,
     "qwen3": Qwen3,
+    "qwen35": Qwen35,
 }
 
 

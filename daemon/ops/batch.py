@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.ops.recurrent_state import RecurrentSpan
+
 #: Places of an attention tile: position p sits in column p % TILE of its tile.
 TILE = 64
 
@@ -70,6 +72,7 @@ class Span:
         tail: None for a chain. For a tree int64 [n, tail tiles * TILE]: for each row and position behind
             the shared tiles the place that holds it, counted from the first place behind the shared tiles.
             Position C + i (C = committed length) is the row's ancestor at depth i.
+        recurrent: for models with recurrent layers.
     """
 
     start: int
@@ -78,6 +81,7 @@ class Span:
     pieces: tuple[Piece, ...]
     shared: int
     tail: npt.NDArray[np.int64] | None
+    recurrent: RecurrentSpan | None = None
 
     def tiles(self, first: int, stop: int) -> Iterator[tuple[int, int, Run, slice]]:
         """Runs that cover tiles first..stop-1: (tile, tile behind, run, its tiles of them)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from slotd.daemon.weights.delta_net import DeltaNet
 from slotd.daemon.weights.reader import ModelFile
 
 #: A float32 array of the backend.
@@ -64,6 +65,26 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Of one gated DeltaNet layer, beside its products.
+
+    Attributes:
+        net: its sizes.
+        conv: [channels, K], the last tap is the row's own.
+        a: [value heads], negative; g = a * softplus(alpha + dt_bias) is the logarithm of the decay.
+        dt_bias: [value heads].
+        norm: [S], of an RMS norm over each value head, with epsilon `eps`.
+    """
+
+    net: DeltaNet
+    conv: Array
+    a: Array
+    dt_bias: Array
+    norm: Array
+    eps: float
+
+
 class Ops(Protocol):
     """A backend. Every op may raise OutOfDeviceMemory."""
 
@@ -77,7 +98,7 @@ class Ops(Protocol):
         ...
 
     def vector(self, file: ModelFile, name: str) -> Array:
-        """A one-dimensional tensor of the file."""
+        """A small tensor of the file as plain float32, dimensions in numpy order."""
         ...
 
     def rope_table(self, base: float, dims: int, divisors: Array | None, max_ctx: int) -> RopeTable:
@@ -127,8 +148,18 @@ class Ops(Protocol):
 
 
 class HybridOps(Ops, Protocol):
-    """What models with gated attention need beside."""
+    """What models with gated attention and recurrent layers need beside."""
 
     def add_gated_linear(self, x: Array, y: Array, qkv: Array, heads: Heads, weight: Matrix) -> None:
         """x += (y * sigmoid(gate)) weight^T, in place. y [n, H * D], gates as they stand in qkv."""
+        ...
+
+    def delta_net(self, layer: int, projected: Array, weights: DeltaWeights, batch: CallBatch) -> Array:
+        """Short convolution, delta rule, gated norm of rows, each from the state of its parent.
+
+        A prompt leaves the state behind its rows, a step what a commit needs to follow one of its paths.
+
+        layer: counted among the recurrent ones. projected [n, channels + Hv S + 2 Hv]: queries, keys and
+        values; gates z; beta; alpha -> [n, Hv * S].
+        """
         ...

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Batch
-from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
+from slotd.daemon.ops.interface import DeltaWeights, HeadNorms, Heads, RopeStyle
 from slotd.daemon.ops.kv_blocks import width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
+from slotd.daemon.ops.numpy_delta_net import delta_net
 from slotd.daemon.ops.rope import RopeTable
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ConfigError
@@ -106,6 +107,9 @@ class NumpyOps:
         self.rope(k, rotations, style)
         self.kv_write(layer, k, v, batch)
         return q
+
+    def delta_net(self, layer: int, projected: Array, weights: DeltaWeights, batch: Batch) -> Array:
+        return delta_net(self.memory, layer, projected, weights, batch)
 
     # ----- their parts
 

@@ -107,7 +107,7 @@ FIXED = {
     "prefix_cache_state.h pure": f"{LIFE}::test_the_state_machine_does_no_input_or_output",
 }
 
-#: 63 (a draft that does not fit) comes with drafts; 16, 18, 25, 34 on recurrent models with those.
+#: 63 (a draft that does not fit) comes with drafts.
 REPORTS = {
     1: "e2e/test_seed_policy.py::test_field_report_1_three_requests_and_the_first_one_fails",
     11: f"{E2E}::test_a_new_daemon_starts_with_empty_caches",
@@ -134,6 +134,17 @@ REPORTS = {
 
 GPU, GPU_MODEL = "gpu/test_daemon.py", "gpu/test_model.py"
 
+SCHEDULED, TIERS = "unit/daemon/test_recurrent_scheduler.py", "unit/daemon/test_recurrent_tiers.py"
+
+#: Those on models with recurrent layers.
+RECURRENT_REPORTS = {
+    16: f"{SCHEDULED}::test_a_slot_is_exact_where_it_was_taken",
+    18: f"{TIERS}::test_field_report_18_a_file_comes_back_after_a_restart",
+    24: f"{TIERS}::test_out_and_back_bit_exact",
+    25: f"{SCHEDULED}::test_field_report_25_a_shorter_shared_prefix_is_computed_again",
+    34: f"{SCHEDULED}::test_field_report_34_three_identical_sends",
+}
+
 #: 48 asks for greedy decoding with speculation. Until that is there: a row of a tree is its path, bit by bit.
 CUDA_REPORTS = {
     "3 a fault that sticks": f"{GPU}::test_an_illegal_address_costs_the_request_that_ran",
@@ -157,7 +168,14 @@ def functions_of(file: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*RULES.values(), *FIXED.values(), *REPORTS.values(), *CUDA_REPORTS.values()]
+    "name",
+    [
+        *RULES.values(),
+        *FIXED.values(),
+        *REPORTS.values(),
+        *RECURRENT_REPORTS.values(),
+        *CUDA_REPORTS.values(),
+    ],
 )
 def test_the_test_that_is_named_exists(name: str) -> None:
     file, _, function = name.partition("::")

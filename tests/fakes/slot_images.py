@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.kv.save_plan import Image
-from slotd.daemon.kv.slot_files import Identity
+from slotd.daemon.kv.slot_files import Blob, Identity
 from slotd.daemon.kv.slot_store import SlotStore
 from slotd.protocol.errors import RequestError
 
@@ -41,8 +41,9 @@ def kv_bytes(ids: bytes, salt: str = "") -> bytes:
 
 
 def image(
-    ids: range | list[int], logits: bytes = b"", identity: Identity = IDENTITY, salt: str = ""
-) -> Image:
+    ids: range | list[int], logits: bytes = b"", identity: Identity = IDENTITY, salt: str = "",
+    state: bytes | None = None,
+) -> Image:  # fmt: skip
     """A snapshot of these ids; `salt` stands for another rounding of the same K/V."""
     data = id_bytes(ids)
 
@@ -53,7 +54,7 @@ def image(
             at = index * PAGE + start + number
             buffer[place : place + TOKEN_BYTES] = token_bytes(data, at, salt)
 
-    return Image(identity, data, logits, read_page)
+    return Image(identity, data, logits, read_page, None if state is None else Blob.of(state))
 
 
 class Sink:
@@ -91,7 +92,7 @@ def load(store: SlotStore, name: str, identity: Identity = IDENTITY) -> tuple[by
     """(K/V, logits) of a stored snapshot."""
     store.find(name, identity)
     sink = Sink()
-    logits = store.read(name, sink)
+    logits, _ = store.read(name, sink)
     return sink.data, logits
 
 

@@ -21,6 +21,7 @@ from slotd.daemon.kv.slot_files import (
     FORMAT_VERSION,
     MANIFEST_MAGIC,
     BadFile,
+    Blob,
     Part,
     decode_manifest,
     encode_manifest,
@@ -33,6 +34,7 @@ from tests.fakes.slot_images import IDENTITY, PAGE, Sink, id_bytes, image, kv_by
 LONG = range(200, 213)
 SHORT = range(200, 205)
 LOGITS = bytes(range(8))
+STATE = bytes(range(40, 80))
 
 
 def reader(data: bytes) -> Callable[[int, int], bytes]:
@@ -45,9 +47,12 @@ def ids_of(part: Part) -> bytes:
     return id_bytes(LONG)
 
 
-def whole_manifest(data: bytes) -> tuple[Any, bytes]:
+def whole_manifest(data: bytes) -> tuple[Any, bytes, bytes]:
     manifest = decode_manifest(reader(data), len(data), ids_of)
-    return manifest, read_section(reader(data), manifest.logits, "logits")
+    logits, state = (
+        read_section(reader(data), section, "section") for section in (manifest.logits, manifest.state)
+    )
+    return manifest, logits, state
 
 
 # --------------------------------------------------------------------------------------------------
@@ -55,6 +60,8 @@ def whole_manifest(data: bytes) -> tuple[Any, bytes]:
 
 PART = Part("5" * 32, 0, 4)
 MANIFEST = encode_manifest(IDENTITY, 13, (PART,), LOGITS)
+WITH_STATE = encode_manifest(IDENTITY, 13, (PART,), LOGITS, Blob.of(STATE)) + STATE
+manifests = st.sampled_from([MANIFEST, WITH_STATE])
 TABLE = PageTable(
     IDENTITY.token_bytes,
     tuple(PageEntry(bytes([k] * 16), bytes([k + 1] * 16), 0, min(PAGE, 13 - PAGE * k), k) for k in range(4)),
@@ -63,10 +70,25 @@ TABLE = PageTable(
 PAGES = encode_page_table(TABLE) + bytes(13 * IDENTITY.token_bytes)
 
 
-def test_a_manifest_is_read_as_it_was_written() -> None:
-    manifest, logits = whole_manifest(MANIFEST)
+@pytest.mark.parametrize(("data", "kept"), [(MANIFEST, b""), (WITH_STATE, STATE)])
+def test_a_manifest_is_read_as_it_was_written(data: bytes, kept: bytes) -> None:
+    manifest, logits, state = whole_manifest(data)
     assert (manifest.identity, manifest.ids, manifest.parts) == (IDENTITY, id_bytes(LONG), (PART,))
-    assert (manifest.length, logits, manifest.file_bytes) == (13, LOGITS, len(MANIFEST))
+    assert (manifest.length, logits, state, manifest.file_bytes) == (13, LOGITS, kept, len(data))
+
+
+def test_only_a_state_needs_the_newer_version() -> None:
+    """Files of models without recurrent layers are those that older versions read and wrote."""
+    assert [data[8] for data in (MANIFEST, WITH_STATE, PAGES)] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(("data", "version"), [(MANIFEST, 3), (WITH_STATE, 2), (MANIFEST, 1), (MANIFEST, 4)])
+def test_a_manifest_of_another_version_is_refused(data: bytes, version: int) -> None:
+    """Even with a right checksum."""
+    n = 16 + int.from_bytes(data[12:16], "little")
+    framed = data[:8] + struct.pack("<I", version) + data[12:n]
+    with pytest.raises(BadFile):
+        whole_manifest(framed + struct.pack("<I", zlib.crc32(framed)) + data[n + 4 :])
 
 
 def test_a_page_table_is_read_as_it_was_written() -> None:
@@ -76,10 +98,10 @@ def test_a_page_table_is_read_as_it_was_written() -> None:
 
 
 @settings(max_examples=200)
-@given(at=st.integers(0, 8 * len(MANIFEST) - 1))
-def test_every_bit_of_a_manifest_counts(at: int) -> None:
-    data = bytearray(MANIFEST)
-    data[at // 8] ^= 1 << at % 8
+@given(manifest=manifests, at=st.integers(0, 8 * len(WITH_STATE) - 1))
+def test_every_bit_of_a_manifest_counts(manifest: bytes, at: int) -> None:
+    data = bytearray(manifest)
+    data[at // 8 % len(data)] ^= 1 << at % 8
     with pytest.raises(BadFile):
         whole_manifest(bytes(data))
 
@@ -93,9 +115,9 @@ def test_every_bit_of_a_page_table_counts(at: int) -> None:
         decode_page_table(reader(bytes(data)), len(data))
 
 
-@given(n=st.integers(0, len(MANIFEST) - 1), more=st.binary(min_size=1, max_size=9))
-def test_a_manifest_of_another_length_is_refused(n: int, more: bytes) -> None:
-    for data in (MANIFEST[:n], MANIFEST + more):
+@given(manifest=manifests, n=st.integers(0, len(MANIFEST) - 1), more=st.binary(min_size=1, max_size=9))
+def test_a_manifest_of_another_length_is_refused(manifest: bytes, n: int, more: bytes) -> None:
+    for data in (manifest[:n], manifest[:-1], manifest + more):
         with pytest.raises(BadFile):
             whole_manifest(data)
 
@@ -136,7 +158,7 @@ def damaged_folder(change: Callable[[bytearray], object], which: int) -> Iterato
     try:
         store = SlotStore(path, None)
         store.save(image(SHORT, LOGITS))
-        store.save(image(LONG, LOGITS))
+        store.save(image(LONG, LOGITS, state=STATE))
         store.close()
         files = sorted(file for file in path.iterdir() if file.suffix in (".slot", ".pages"))
         assert len(files) == 4
@@ -156,12 +178,13 @@ def check_what_is_left(path: Path) -> int:
         sink = Sink()
         try:
             ids = store.find(name, IDENTITY).ids
-            logits = store.read(name, sink)
+            logits, state = store.read(name, sink)
         except RequestError as error:
             assert error.code in ("bad_snapshot", "unknown_snapshot")  # noqa: PT017
             continue
         assert ids in (id_bytes(SHORT), id_bytes(LONG))
         assert (sink.data, logits) == (kv_bytes(ids), LOGITS)
+        assert state == (STATE if ids == id_bytes(LONG) else b"")
         whole += 1
     assert whole == len(store.report()["files"])  # what was refused is listed no more
     store.close()

@@ -24,7 +24,7 @@ FLAGS: dict[str, Any] = {
     "device": "auto", "pool": "legacy",
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
     "engine": None, "engine_timeout": 60.0, "idle_unload": None,
-    "host_cache": None, "trim_tokens": None, "state_dir": None,
+    "host_cache": None, "trim_tokens": None, "state_dir": None, "checkpoint_every": 4096,
     **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
     "ddtree_no_chain_seed": False,
 }  # fmt: skip
@@ -122,6 +122,7 @@ def test_the_word_beats_the_flag_for_the_model() -> None:
         ({"idle_unload": -2.0}, "--idle-unload -2 s: must be over 0 and at most 604800"),
         ({"idle_unload": float("nan")}, "--idle-unload nan s: must be over 0 and at most 604800"),
         ({"host_cache": "-1"}, "--host-cache '-1'"),
+        ({"checkpoint_every": -1}, "--checkpoint-every -1"),
         ({"trim_tokens": -1}, "--prefill-pool-trim-tokens -1"),
     ],
 )
@@ -211,14 +212,14 @@ def test_every_flag_arrives(configs: list[Any]) -> None:
     argv = "-c 512 --chunk 64 -np 2 --slots 3 -ctk f16 -ctv f16 --exact --memory-limit 1g --stream-fd -"
     argv += " --max-line 2k --max-stall 10 --stall-timeout 5 --backend numpy -m m.gguf"
     argv += " --oom-policy seed --host-cache 1m --prefill-pool-trim-tokens 512 --state-dir run"
-    argv += " --device cpu --pool vmm"
+    argv += " --device cpu --pool vmm --checkpoint-every 96"
     argv += " --engine thread --engine-timeout 7 --idle-unload 1.5"
     assert invoke("daemon", *argv.split()).exit_code == 0
     assert configs[0][0] == Config(
         model=Path("m.gguf"), max_ctx=512, chunk=64, parallel=2, slots=3, k_type="f16", v_type="f16",
         exact=True, memory_limit=1 << 30, stream_fd="-", max_line=2048, max_stall=0.01, stall_timeout=5.0,
         oom_policy="seed", host_cache=1 << 20, trim_tokens=512, state_dir="run", device="cpu", pool="vmm",
-        engine_timeout=7.0, idle_unload=1.5,
+        engine_timeout=7.0, idle_unload=1.5, checkpoint_every=96,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class SlowStore(SlotStore):
         assert self.go_on.wait(10)
         return super().save(image)
 
-    def read(self, name: str, write_page: WritePage) -> bytes:
+    def read(self, name: str, write_page: WritePage) -> tuple[bytes, bytes]:
         self.reached.set()
         assert self.go_on.wait(10)
         return super().read(name, write_page)

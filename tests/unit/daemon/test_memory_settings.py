@@ -63,7 +63,7 @@ def test_the_warning_is_one_line_on_stderr(
     monkeypatch.setenv(LUCE, "many")
     flags = dict.fromkeys(cli.INACTIVE_FLAGS) | {
         "model": None, "backend": "auto", "device": "cpu", "pool": "legacy",
-        "stream_fd": None, "memory_limit": None, "trim_tokens": None,
+        "stream_fd": None, "memory_limit": None, "trim_tokens": None, "checkpoint_every": 0,
         "max_ctx": None, "chunk": 64, "parallel": 1, "slots": 8, "k_type": "f32", "v_type": "f32",
         "exact": False, "math": None, "max_line": "1MiB", "max_stall": 60.0, "stall_timeout": 60.0,
         "oom_policy": "ladder", "host_cache": None, "slot_dir": None, "slot_bytes": None, "state_dir": None,

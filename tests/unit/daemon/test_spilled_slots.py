@@ -54,7 +54,7 @@ class GatedStore(SlotStore):
             raise self.failure
         return super().save(image)
 
-    def read(self, name: str, write_page: WritePage) -> bytes:
+    def read(self, name: str, write_page: WritePage) -> tuple[bytes, bytes]:
         self._pass()
         self.reads += 1
         return super().read(name, write_page)

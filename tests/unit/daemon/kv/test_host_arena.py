@@ -33,10 +33,11 @@ def descriptor() -> Iterator[int]:
 
 
 def room(arena: HostArena, n_pages: int, fill: int = 1, **about: Any) -> Any:
-    images = arena.images(n_pages, PAGE_BYTES, about, array("i", [1, 2, 3]), np.arange(5, dtype=np.float32))
-    if images is not None:
-        images[...] = fill
-    return images
+    found = arena.room(n_pages, PAGE_BYTES, about, array("i", [1, 2, 3]), np.arange(5, dtype=np.float32))
+    if found is None:
+        return None
+    found.images[...] = fill
+    return found.images
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -118,9 +119,9 @@ def test_slots_are_found_again_with_everything(descriptor: int) -> None:
     assert found[7].tokens == array("i", [1, 2, 3])
     assert found[7].logits is not None
     assert found[7].logits.tolist() == [0, 1, 2, 3, 4]
-    assert found[7].images.shape == (3, PAGE_BYTES)
-    assert (found[7].images == 5).all()
-    assert (found[2].images == 6).all()
+    assert found[7].room.images.shape == (3, PAGE_BYTES)
+    assert (found[7].room.images == 5).all()
+    assert (found[2].room.images == 6).all()
 
 
 def test_a_slot_that_changes_is_found_as_it_is(descriptor: int) -> None:
@@ -134,12 +135,12 @@ def test_a_slot_that_changes_is_found_as_it_is(descriptor: int) -> None:
     wait_for(lambda: intact_slots(descriptor) == [0, 5])
     next_one = HostArena(descriptor, BUDGET, recorded=True)
     found = next_one.survivors()
-    assert (found[0].images == 4).all()
-    assert (found[5].images == 2).all()
+    assert (found[0].room.images == 4).all()
+    assert (found[5].room.images == 2).all()
     taken = room(next_one, 3, fill=8)  # room beside those that were found
-    assert (found[0].images == 4).all()
+    assert (found[0].room.images == 4).all()
     assert (taken == 8).all()
-    next_one.record({0: found[0].images})
+    next_one.record({0: found[0].room.images})
     assert intact_slots(descriptor) == [0]
 
 

@@ -1,0 +1,132 @@
+"""Qwen3.5 and later, dense: most layers gated DeltaNet, every few gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from slotd.daemon.models.model import Interrupt, Interrupted
+from slotd.daemon.ops.interface import (
+    Array,
+    CallBatch,
+    DeltaWeights,
+    HeadNorms,
+    Heads,
+    HybridOps,
+    Matrix,
+    Tokens,
+)
+from slotd.daemon.weights.reader import ModelFile
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    attn_qkv: Matrix  # [(2 * n_head + 2 * n_head_kv) * head_dim, n_embd], each query with its gate
+    head_norms: HeadNorms  # of head_dim
+    attn_output: Matrix  # [n_embd, n_head * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    delta_in: Matrix  # [channels + value_width + 2 * n_value_heads, n_embd]: q, k, v; z; beta; alpha
+    weights: DeltaWeights
+    ssm_out: Matrix  # [n_embd, value_width]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attn_norm: Array  # [n_embd]
+    mixer: Attention | Delta
+    post_attention_norm: Array  # [n_embd]
+    ffn_gate_up: Matrix  # [2 * n_ff, n_embd]
+    ffn_down: Matrix  # [n_embd, n_ff]
+
+
+class Qwen35:
+    def __init__(self, file: ModelFile, ops: HybridOps, max_ctx: int) -> None:
+        h = self.hyper = file.hyper
+        net = h.delta_net
+        assert net is not None
+        self.ops = ops
+        self.heads = Heads(h.n_head, h.n_head_kv, h.head_dim, h.value_dim, gated=True)
+
+        def layer(i: int) -> Layer:
+            def names(*parts: str) -> list[str]:
+                return [f"blk.{i}.{part}.weight" for part in parts]
+
+            def vector(name: str) -> Array:
+                return ops.vector(file, f"blk.{i}.{name}")
+
+            mixer: Attention | Delta
+            if i in net.layers:
+                mixer = Delta(
+                    delta_in=ops.matrix(file, *names("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")),
+                    weights=DeltaWeights(
+                        net, ops.vector(file, *names("ssm_conv1d")), vector("ssm_a"), vector("ssm_dt.bias"),
+                        ops.vector(file, *names("ssm_norm")), h.rms_eps,
+                    ),
+                    ssm_out=ops.matrix(file, *names("ssm_out")),
+                )  # fmt: skip
+            else:
+                q_norm, k_norm = vector("attn_q_norm.weight"), vector("attn_k_norm.weight")
+                mixer = Attention(
+                    attn_qkv=ops.matrix(file, *h.qkv_names(i)),
+                    head_norms=HeadNorms(q_norm, k_norm, h.rms_eps),
+                    attn_output=ops.matrix(file, *names("attn_output")),
+                )
+            return Layer(
+                attn_norm=ops.vector(file, *names("attn_norm")),
+                mixer=mixer,
+                post_attention_norm=ops.vector(file, *names("post_attention_norm")),
+                ffn_gate_up=ops.matrix(file, *names("ffn_gate", "ffn_up")),
+                ffn_down=ops.matrix(file, *names("ffn_down")),
+            )
+
+        with ThreadPoolExecutor(ops.loaders) as pool:
+            token_embd = pool.submit(ops.matrix, file, "token_embd.weight")
+            self.layers = list(pool.map(layer, range(h.n_layer)))
+        self.token_embd = token_embd.result()  # [n_vocab, n_embd]
+        self.output_norm = ops.vector(file, "output_norm.weight")
+        self.output = self.token_embd if h.tied else ops.matrix(file, "output.weight")
+        self.rope = ops.rope_table(h.rope_base, h.rope_dims, None, max_ctx)
+
+    def embed(self, tokens: Tokens) -> Array:
+        return self.ops.embed(tokens, self.token_embd)
+
+    def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
+        ops, eps = self.ops, self.hyper.rms_eps
+        n_attention = n_delta = 0
+        for i, layer in enumerate(self.layers):
+            if interrupt is not None and interrupt():
+                raise Interrupted(f"before layer {i}")
+            if isinstance(layer.mixer, Attention):
+                self.attend(x, layer, layer.mixer, n_attention, batch)
+                n_attention += 1
+            else:
+                projected = ops.norm_linear(x, layer.attn_norm, eps, layer.mixer.delta_in)
+                mixed = ops.delta_net(n_delta, projected, layer.mixer.weights, batch)
+                ops.add_linear(x, mixed, layer.mixer.ssm_out)
+                n_delta += 1
+            gate_up = ops.norm_linear(x, layer.post_attention_norm, eps, layer.ffn_gate_up)
+            ops.add_swiglu_linear(x, gate_up, layer.ffn_down)
+        return x
+
+    def attend(self, x: Array, layer: Layer, mixer: Attention, number: int, batch: CallBatch) -> None:
+        ops, heads = self.ops, self.heads
+        qkv = ops.norm_linear(x, layer.attn_norm, self.hyper.rms_eps, mixer.attn_qkv)
+        q = ops.rope_store(number, qkv, heads, self.rope, "half", batch, mixer.head_norms)
+        attended = ops.attend(number, q, batch, heads.head_dim**-0.5)
+        ops.add_gated_linear(x, attended, qkv, heads, mixer.attn_output)
+
+    def logits(self, hidden: Array) -> Array:
+        return self.ops.logits(hidden, self.output_norm, self.hyper.rms_eps, self.output)
+
+    def linear_weights(self) -> Iterable[Matrix]:
+        yield self.output
+        for layer in self.layers:
+            yield from (layer.ffn_gate_up, layer.ffn_down)
+            if isinstance(layer.mixer, Attention):
+                yield from (layer.mixer.attn_qkv, layer.mixer.attn_output)
+            else:
+                yield from (layer.mixer.delta_in, layer.mixer.ssm_out)
