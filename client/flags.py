@@ -92,6 +92,23 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 
 
+#: For commands that answer chats.
+REASONING_FLAGS = (
+    Flag(
+        ("--think/--no-think",), "Whether the model reasons first. Default: as its chat template has it.",
+        switch=True,
+    ),
+    Flag(
+        ("--thinking-budget",), "Tokens after which a thought that is still open is closed; -1 is no limit.",
+        int, "N", -1,
+    ),
+    Flag(
+        ("--show-reasoning/--hide-reasoning",),
+        "Whether the thought is shown, on stderr. Default: in JSON only, as `reasoning`.", switch=True,
+    ),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
     """The daemon's own flags, as they were given; None and False leave the daemon's default."""
@@ -173,6 +190,10 @@ def sampling_params(given: Mapping[str, Any]) -> ParamDict:
         params["logit_bias"] = _parse_biases(given["logit_bias"])
     if given["stop"]:
         params["stop"] = list(given["stop"])
+    if given.get("think") is not None:
+        params["think"] = given["think"]
+    if given.get("thinking_budget", -1) != -1:
+        params["thinking_budget"] = given["thinking_budget"]
     return check_all(params, typed=True)
 
 
