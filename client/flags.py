@@ -32,7 +32,7 @@ class Flag:
 
 
 #: What -ctk and -ctv take.
-KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
+KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 or tq3_0"
 
 MODEL_FLAGS = (
     Flag(("-m", "--model"), "GGUF file. Default: SLOTD_MODEL, else a small one.", metavar="FILE"),
