@@ -73,11 +73,6 @@ def item_numbers(dtype: np.dtype[Any]) -> int:
     return BLOCK if dtype in _CODES or dtype == TQ3_0 else 1
 
 
-def is_rotated(stored: Array) -> bool:
-    """Whether the numbers read back are rotated (`rotation`)."""
-    return stored.dtype == TQ3_0
-
-
 def width(stored: Array) -> int:
     """Numbers along the last axis of a stored array."""
     return int(stored.shape[-1]) * item_numbers(stored.dtype)
@@ -160,7 +155,7 @@ def _pack(shifted: Array, codes: _Codes, stored: Array) -> None:
 
 
 def as_float32(memory: DeviceMemory, stored: Array) -> Array:
-    """The stored numbers as float32 [..., dim]: themselves, or a copy. See `is_rotated`."""
+    """The stored numbers as float32 [..., dim]: themselves, or a copy. Those of tq3_0 stay rotated."""
     if stored.dtype == F32:
         return stored
     return read_stored(memory, stored, memory.empty((*stored.shape[:-1], width(stored))))

@@ -14,10 +14,11 @@ import numpy.typing as npt
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Batch
 from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
-from slotd.daemon.ops.kv_blocks import is_rotated, width, write_stored
+from slotd.daemon.ops.kv_blocks import width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
 from slotd.daemon.ops.rope import RopeTable
 from slotd.daemon.ops.rotation import rotate, rotate_back
+from slotd.daemon.ops.tq3_blocks import is_rotated
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ConfigError
 

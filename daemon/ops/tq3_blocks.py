@@ -39,6 +39,11 @@ _HIGH = (np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder
 )[:, 0]
 
 
+def is_rotated(stored: Array) -> bool:
+    """Whether the numbers read back from a stored array are rotated."""
+    return stored.dtype == TQ3_0
+
+
 def write_groups(x: Array, stored: Array) -> None:
     """x float32 [..., dim], contiguous, dim a multiple of 128 -> blocks [..., dim / 32].
 

@@ -15,9 +15,10 @@ from slotd.daemon.kv.pages import pages_for
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops import numpy_attention
-from slotd.daemon.ops.kv_blocks import as_float32, is_rotated, write_stored
+from slotd.daemon.ops.kv_blocks import as_float32, write_stored
 from slotd.daemon.ops.numpy_ops import NumpyOps
 from slotd.daemon.ops.rotation import rotate_back
+from slotd.daemon.ops.tq3_blocks import is_rotated
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
 

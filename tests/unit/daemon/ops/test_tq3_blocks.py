@@ -8,9 +8,9 @@ import pytest
 
 from slotd.daemon.kv.element_types import KV_TYPES
 from slotd.daemon.memory import DeviceMemory
-from slotd.daemon.ops.kv_blocks import as_float32, is_rotated, read_stored, stored_bytes, width, write_stored
+from slotd.daemon.ops.kv_blocks import as_float32, read_stored, stored_bytes, width, write_stored
 from slotd.daemon.ops.rotation import SIGNS_1, SIGNS_2, rotate, rotate_back, rotate_unmetered
-from slotd.daemon.ops.tq3_blocks import CENTROIDS, THRESHOLDS, TQ3_0
+from slotd.daemon.ops.tq3_blocks import CENTROIDS, THRESHOLDS, TQ3_0, is_rotated
 
 Array = npt.NDArray[np.float32]
 
