@@ -18,6 +18,8 @@ from slotd.daemon.ops.kv_blocks import width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
 from slotd.daemon.ops.numpy_delta_net import delta_net
 from slotd.daemon.ops.rope import RopeTable
+from slotd.daemon.ops.rotation import rotate, rotate_back
+from slotd.daemon.ops.tq3_blocks import is_rotated
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ConfigError
 
@@ -167,9 +169,14 @@ class NumpyOps:
         if blocks is None:
             blocks = batch.plans["attend"] = plan_attention(batch, self.exact, n_head)
         q *= np.float32(scale)
+        if is_rotated(batch.spans[0].runs[0].k):
+            q = rotate(self.memory, q)
         out = self._like((n, n_head, value_dim))
         for block in blocks:
             attend_block(self.memory, layer, q[block.rows], block, out[block.rows])
+        if is_rotated(batch.spans[0].runs[0].v):
+            rotated, out = out, self._like(out.shape)
+            rotate_back(self.memory, rotated, out)
         return out.reshape(n, n_head * value_dim)
 
     def swiglu(self, gate_up: Array) -> Array:
