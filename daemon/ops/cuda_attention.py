@@ -116,7 +116,10 @@ def _offsets(layout: BatchLayout, shape: AttentionShape) -> tuple[int, int, int]
 class _Heads(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("q", "out", "page_k", "page_v", "k_layer", "v_layer")),
-        *((name, ctypes.c_int32) for name in ("q_stride", "q_head", "n_head", "n_head_kv", "k_type", "v_type")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("q_stride", "q_head", "n_head", "n_head_kv", "k_type", "v_type")
+        ),
         ("factor", ctypes.c_float),
     )
 
@@ -161,6 +164,7 @@ _ROPE_POINTERS = (
 )
 _ROPE_NUMBERS = (
     "stride",
+    "q_head",
     "n_head",
     "n_head_kv",
     "head_dim",
@@ -226,7 +230,7 @@ class CudaAttention:
         """Rotate q (in place) and k of every row, and store k and v at the rows' places.
 
         Args:
-            qkv: address of float32 [rows, qkv_width]: query heads, key heads, value heads.
+            qkv: address of float32 [rows, qkv_width]: query heads (and gates), key heads, value heads.
             angles: address of float32 [positions, dims / 2, 2], cos and sin.
             dims: numbers of a head that turn.
         """
@@ -242,6 +246,7 @@ class CudaAttention:
             k_layer=layer * self._k_layer_bytes,
             v_layer=layer * self._v_layer_bytes,
             stride=shape.qkv_width,
+            q_head=shape.query_stride,
             n_head=shape.n_head,
             n_head_kv=shape.n_head_kv,
             head_dim=shape.head_dim,
@@ -393,7 +398,7 @@ class CudaAttention:
         return self._find("_".join(filter(None, (what, kind, str(self.shape.head_dim)))))
 
     def attention_256(self, what: str) -> Kernel:
-        """A kernel of the file for heads of 256 numbers, which takes all types: narrow, wide, combine, prompt."""
+        """narrow, wide, combine or prompt for heads of 256 numbers; all K/V types have the same."""
         return self._find(f"attention_256_{what}")
 
     def _heads(self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float) -> _Heads:

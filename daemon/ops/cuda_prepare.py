@@ -71,6 +71,13 @@ def prepare(memory: Ledger, x: Any, kind: RowKind = RowKind.HALVES) -> Rows:
     return out
 
 
+def gate(memory: Ledger, y: Any, qkv: Any, head_dim: int, kind: RowKind = RowKind.HALVES) -> Rows:
+    """y * sigmoid(gate), prepared. y: float32 [n, heads * head_dim]; qkv: [n, m], gates behind queries."""
+    out, width = room(memory, kind, *y.shape), y.shape[1]
+    _launch("gate", out, width, (y, qkv, qkv.strides[0] // 4, head_dim, width))
+    return out
+
+
 def prepare_into(out: Rows, x: Any) -> None:
     """x as it is into room made for it."""
     width = x.shape[1]

@@ -82,40 +82,35 @@ struct Keys {
     int type, row_bytes;
 };
 
-// The queries of up to 16 rows in registers; of 256 numbers those of the first eight.
+// The queries of up to 16 rows: in registers while there are enough.
 template <int D>
 struct NarrowQueries {
-    u32 q[D / 16][D == 256 ? 2 : 4];
+    static constexpr bool KEPT = D < 256;
+    u32 q[KEPT ? D / 16 : 1][4];
+    const u8* tile;
     bool more;  // than eight rows
 
-    DEVICE NarrowQueries(const u8* tile, int count) : more(count > 8) {
+    DEVICE NarrowQueries(const u8* tile, int count) : tile(tile), more(count > 8) {
+        if constexpr (KEPT)
 #pragma unroll
-        for (int kk = 0; kk < D / 16; ++kk) {
-            u32 a[4];
-            fragment_a<D>(a, tile, 0, kk);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (D != 256) q[kk][i] = a[i];
-                else if (i % 2 == 0) q[kk][i / 2] = a[i];
-            }
-        }
+            for (int kk = 0; kk < D / 16; ++kk) fragment_a<D>(q[kk], tile, 0, kk);
     }
 
-    DEVICE void fragment(u32 a[4], const u8* tile, int kk) const {
-        if constexpr (D != 256) {
+    DEVICE void fragment(u32 a[4], int kk) const {
+        if constexpr (KEPT) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = q[kk][i];
+        } else if (more) {
+            fragment_a<D>(a, tile, 0, kk);
         } else {
-            a[1] = a[3] = 0;
-            if (more) fragment_a<D>(a, tile, 0, kk);
-            a[0] = q[kk][0], a[2] = q[kk][1];
+            fragment_a_half<D>(a, tile, 0, kk);
         }
     }
 };
 
 // Products of the warp's positions. Q8: raw keys are q8_0.
 template <bool Q8>
-DEVICE void raw_products(float s[4], const NarrowQueries<256>& queries, const u8* tile, const Keys& keys) {
+DEVICE void raw_products(float s[4], const NarrowQueries<256>& queries, const Keys& keys) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const u8* row = keys.at + (8 * warp + lane / 4) * keys.row_bytes;
     const int block_bytes = keys.row_bytes / 8;
@@ -123,26 +118,26 @@ DEVICE void raw_products(float s[4], const NarrowQueries<256>& queries, const u8
     for (int block = 0; block < 8; ++block) {
         u32 a[4], b[4];
         fragment_b_raw<Q8>(b, row + block * block_bytes, keys.type);
-        queries.fragment(a, tile, 2 * block);
+        queries.fragment(a, 2 * block);
         multiply(s, a, b, block == 0);
-        queries.fragment(a, tile, 2 * block + 1);
+        queries.fragment(a, 2 * block + 1);
         multiply(s, a, b + 2, false);
     }
 }
 
 template <int D, int N>
-DEVICE void products(float (&s)[N][4], const NarrowQueries<D>& queries, const u8* tile, const Keys& keys) {
+DEVICE void products(float (&s)[N][4], const NarrowQueries<D>& queries, const Keys& keys) {
     const int warp = threadIdx.x / WARP;
     if constexpr (D == 256) {
-        if (keys.type == KV_Q8_0) return raw_products<true>(s[0], queries, tile, keys);
-        if (!is_16_bit(keys.type)) return raw_products<false>(s[0], queries, tile, keys);
+        if (keys.type == KV_Q8_0) return raw_products<true>(s[0], queries, keys);
+        if (!is_16_bit(keys.type)) return raw_products<false>(s[0], queries, keys);
 #pragma unroll
         for (int kk = 0; kk < D / 16; kk += 2) {
             u32 a[4], b[4];
             fragment_b_long<D>(b, keys.at, warp, kk / 2);
-            queries.fragment(a, tile, kk);
+            queries.fragment(a, kk);
             multiply(s[0], a, b, kk == 0);
-            queries.fragment(a, tile, kk + 1);
+            queries.fragment(a, kk + 1);
             multiply(s[0], a, b + 2, false);
         }
     } else {
@@ -150,7 +145,7 @@ DEVICE void products(float (&s)[N][4], const NarrowQueries<D>& queries, const u8
         for (int kk = 0; kk < D / 16; ++kk) {
             u32 a[4], b[4];
             fragment_b<D>(b, keys.at, warp, kk);
-            queries.fragment(a, tile, kk);
+            queries.fragment(a, kk);
             multiply(s[0], a, b, kk == 0);
             multiply(s[1], a, b + 2, kk == 0);
         }
@@ -177,7 +172,7 @@ struct Narrow {
     DEVICE void fold(const Layout<D>& at, const NarrowQueries<D>& queries, const float factor[2], const Keys& keys, const u8* v, int limit) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
         float s[N_POSITIONS][4];
-        products(s, queries, at.queries, keys);
+        products(s, queries, keys);
         const int first = 8 * N_POSITIONS * warp + 2 * t;
 #pragma unroll
         for (int j = 0; j < N_POSITIONS; ++j)
