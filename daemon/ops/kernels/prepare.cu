@@ -262,7 +262,8 @@ DEVICE void prepare_attended(const float* y, const float* qkv, int stride, int h
         for (int hi = 0; hi < 2; ++hi) {
             const int k = first_column(warp + r * n_warps, lane) + 32 * hi;
             if (k >= width) continue;  // four columns are of one head
-            const float* gate = row + k / head_dim * 2 * head_dim + head_dim + k % head_dim;
+            const float4 four = *reinterpret_cast<const float4*>(row + k / head_dim * 2 * head_dim + head_dim + k % head_dim);
+            const float gate[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 values[r].v[4 * hi + i] = __fdiv_rn(values[r].v[4 * hi + i], __fadd_rn(1.0f, exp_shared(-gate[i])));
