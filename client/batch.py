@@ -179,6 +179,7 @@ class Batch:
         parallel: jobs at once.
         defaults: parameters of jobs that do not say otherwise.
         stream: send delta records.
+        reasoning: records have the thought before an answer.
         live: a server: a daemon that cannot be started fails the job at hand, not the run; ids may be
             used again once they are answered.
         on_change: called with the counts after every record, from any thread.
@@ -193,6 +194,7 @@ class Batch:
         defaults: ParamDict,
         model: str,
         stream: bool = False,
+        reasoning: bool = True,
         live: bool = False,
         on_change: Callable[[Counts], None] = lambda counts: None,
     ) -> None:
@@ -203,6 +205,7 @@ class Batch:
         self._defaults = defaults
         self._model = model
         self._stream = stream
+        self._reasoning = reasoning
         self._live = live
         self._on_change = on_change
         self._queue: queue.Queue[tuple[Job, bytes] | None] = queue.Queue(maxsize=parallel)
@@ -337,7 +340,7 @@ class Batch:
         else:
             with self._lock:
                 self.counts.tokens += len(answer.ids)
-            return jobs.answer_record(job, answer, self._model)
+            return jobs.answer_record(job, answer, self._model, reasoning=self._reasoning)
         return jobs.error_record(job.line, job.id, job.openai, code, message)
 
     def _answer_twice(self, job: Job) -> Completion:
@@ -357,8 +360,9 @@ class Batch:
         prompt = job.prompt if job.ids is None else job.ids
         with self._client.stream(prompt, messages=job.messages, **params) as stream:
             for chunk in stream:
-                if self._stream and (chunk.text or chunk.ids):
-                    self._sink.delta(jobs.delta_record(job, chunk.text, chunk.ids))
+                thought = chunk.reasoning if self._reasoning else ""
+                if self._stream and (chunk.text or chunk.ids or thought):
+                    self._sink.delta(jobs.delta_record(job, chunk.text, chunk.ids, thought))
             return stream.result()
 
 

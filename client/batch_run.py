@@ -68,6 +68,7 @@ def run(
     defaults: ParamDict,
     model: str,
     settings: tuple[object, ...],
+    reasoning: bool = True,
 ) -> int:
     """Run the batch. Returns 0 when every job succeeded, else 1.
 
@@ -89,7 +90,7 @@ def run(
             progress = stack.enter_context(BatchProgress(_size(files.source)))
             batch = Batch(
                 stack.enter_context(open_client()), sink, parallel=parallel, defaults=defaults, model=model,
-                stream=files.stream, live=files.live, on_change=progress.update,
+                stream=files.stream, reasoning=reasoning, live=files.live, on_change=progress.update,
             )  # fmt: skip
             counts = batch.run(source)
         except BaseException:

@@ -29,6 +29,7 @@ class Ui(Protocol):
     interactive: bool
 
     def progress(self, at: int, of: int) -> None: ...
+    def reasoning(self, text: str) -> None: ...
     def answer(self, text: str) -> None: ...
     def end_answer(self) -> None: ...
     def notice(self, text: str) -> None: ...
@@ -115,7 +116,8 @@ class Chat:
     def ask(self, text: str) -> bool:
         """Answer one turn. A turn that fails is shown and forgotten, so that the next one can be asked.
 
-        Returns whether the turn was kept. A cancelled answer is kept as far as it came.
+        Returns whether the turn was kept. A cancelled answer is kept as far as it came. The thought before
+        an answer is not kept: models do not see their thoughts of earlier turns again.
         """
         try:
             answer = self._answer(text)
@@ -130,6 +132,9 @@ class Chat:
         self.last = answer
         self.tokens += len(answer.ids)
         self._comment(answer)
+        if not answer.text and answer.reasoning and answer.finish_reason != "cancelled":
+            self.ui.error("a thought and no answer: -n makes room, --thinking-budget bounds the thought")
+            return False
         if answer.finish_reason == "cancelled" and not answer.text:
             return False
         self.turns += 1
@@ -146,6 +151,7 @@ class Chat:
                 with stream:
                     self.interrupts.cancels(stream.cancel)
                     for chunk in stream:
+                        self.ui.reasoning(chunk.reasoning)
                         self.ui.answer(chunk.text)
                     return stream.result()
         finally:

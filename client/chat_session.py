@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from slotd.client.client import Client
 
 
-def run(client: Client, model: str, params: ParamDict, system: str | None) -> int:
+def run(
+    client: Client, model: str, params: ParamDict, system: str | None, *, show_reasoning: bool = False
+) -> int:
     """Chat until the end of input. Returns the exit code."""
     if client.tokenizer.chat_template is None:
         raise ConfigError(f"{model} has no chat template; `slotd generate` continues plain text")
@@ -24,7 +26,7 @@ def run(client: Client, model: str, params: ParamDict, system: str | None) -> in
     if system:
         conversation.set_system(system)
     interactive = sys.stdin.isatty()
-    chat = Chat(client, conversation, Screen(interactive=interactive))
+    chat = Chat(client, conversation, Screen(interactive=interactive, show_reasoning=show_reasoning))
     if interactive:
         return repl.run_terminal(chat)
     return repl.run_pipe(chat, sys.stdin.buffer)

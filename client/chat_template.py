@@ -9,13 +9,18 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slotd.protocol.errors import SlotdError
+from slotd.client.reasoning import CLOSE
+from slotd.protocol.errors import ConfigError, SlotdError
 
 if TYPE_CHECKING:
     import jinja2
+
+
+#: Variables of a template that are not the caller's to set.
+OWN_VARIABLES = frozenset({"messages", "bos_token", "eos_token", "add_generation_prompt"})
 
 
 class TemplateError(SlotdError):
@@ -39,10 +44,31 @@ class ChatTemplate:
                 "the model file has no chat template (tokenizer.chat_template); send a plain prompt instead"
             )
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._source = source
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # the compiler is fed a foreign file: syntax, nesting, size
             raise TemplateError(f"the chat template does not compile: {_reason(error)}") from error
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether it is for a model that may reason before it answers."""
+        return CLOSE in self._source
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and does not set itself."""
+        from jinja2 import meta
+
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self._source)))
+
+    def check_extra(self, names: Iterable[str]) -> None:
+        """Whether the template reads these variables. ConfigError names one that it does not."""
+        for name in names:
+            if name in OWN_VARIABLES:
+                raise ConfigError(f"the template variable {name!r} is set by the client itself")
+            if name not in self.variables:
+                raise ConfigError(f"the chat template of this model does not read {name!r}")
 
     def render(
         self,

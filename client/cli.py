@@ -17,6 +17,7 @@ from slotd.client.failure import EXIT_FAILED, exit_code, explain
 from slotd.client.flags import (
     CACHE_FLAGS,
     MODEL_FLAGS,
+    REASONING_FLAGS,
     SAMPLING_FLAGS,
     EngineArgs,
     Flag,
@@ -76,7 +77,7 @@ def _shared(section: str, flags: Sequence[Flag]) -> Callable[[Function], Functio
             function = click.option(
                 *flag.names, cls=Option, section=section, help=flag.help, metavar=flag.metavar,
                 type=None if flag.switch else click.IntRange(1) if flag.positive else flag.kind,
-                multiple=flag.many, **({"is_flag": True} if flag.switch else {}),
+                multiple=flag.many, **(_switch(flag.names[0]) if flag.switch else {}),
                 **({} if flag.default is None else {"default": flag.default, "show_default": True}),
             )(function)  # fmt: skip
         return function
@@ -84,9 +85,15 @@ def _shared(section: str, flags: Sequence[Flag]) -> Callable[[Function], Functio
     return decorate
 
 
+def _switch(name: str) -> dict[str, Any]:
+    """A flag without a value; of one with an opposite it is known whether it was given (else None)."""
+    return {"is_flag": True, "default": None if "/" in name else False}
+
+
 model_options = _shared("Model and daemon", MODEL_FLAGS)
 cache_options = _shared("Model and daemon", CACHE_FLAGS)
 sampling_options = _shared("Sampling", SAMPLING_FLAGS)
+reasoning_options = _shared("Reasoning", REASONING_FLAGS)
 
 
 def _be_verbose(ctx: click.Context, parameter: click.Parameter, count: int) -> None:
@@ -183,13 +190,14 @@ def inspect(args: tuple[str, ...]) -> None:
 @slotd.command(cls=Command)
 @click.option("--system", metavar="TEXT", help="System message.")
 @sampling_options
+@reasoning_options
 @model_options
 @prefix_slots_option
 @cache_options
 @verbose_option
 def chat(
     model: str | None, pre: str | None, system: str | None, prefix_slots: int, cache_dir: str | None,
-    **given: Any,
+    show_reasoning: bool | None, **given: Any,
 ) -> int:  # fmt: skip
     """Chat on the terminal, or with lines from stdin.
 
@@ -202,7 +210,7 @@ def chat(
     engine, params = engine_args(given), sampling_params(given)
     path = _model_path(model)
     with _spawn(path, engine, pre, prefix_slots, cache_dir) as client:
-        return chat_session.run(client, path.name, params, system)
+        return chat_session.run(client, path.name, params, system, show_reasoning=bool(show_reasoning))
 
 
 @slotd.command(cls=Command)
@@ -212,12 +220,13 @@ def chat(
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the text.")
 @sampling_options
+@reasoning_options
 @model_options
 @cache_options
 @verbose_option
 def generate(
     prompt: str | None, file: str | None, system: str | None, raw: bool, as_json: bool,
-    model: str | None, pre: str | None, cache_dir: str | None, **given: Any,
+    model: str | None, pre: str | None, cache_dir: str | None, show_reasoning: bool | None, **given: Any,
 ) -> int:  # fmt: skip
     """Answer one prompt.
 
@@ -231,7 +240,9 @@ def generate(
     prefix_slots = 0 if cache_dir is None else PREFIX_SLOTS  # one prompt alone has nothing to go on from
     with _spawn(path, engine, pre, prefix_slots, cache_dir) as client:
         question = oneshot.Question(text, system=system, raw=raw)
-        return oneshot.run(client, question, params, as_json=as_json, show_rates=_verbosity > 0)
+        return oneshot.run(
+            client, question, params, as_json=as_json, show_rates=_verbosity > 0, reasoning=show_reasoning
+        )
 
 
 @slotd.command(cls=Command)
@@ -240,13 +251,14 @@ def generate(
 @click.option("--resume", is_flag=True, help="Go on with a run that was stopped.")
 @click.option("--stream", is_flag=True, help="Also write pieces of answers as they are made (output - only).")
 @sampling_options
+@reasoning_options
 @model_options
 @prefix_slots_option
 @cache_options
 @verbose_option
 def batch(
     source: str, out: str | None, resume: bool, stream: bool, model: str | None, pre: str | None,
-    prefix_slots: int, cache_dir: str | None, **given: Any,
+    prefix_slots: int, cache_dir: str | None, show_reasoning: bool | None, **given: Any,
 ) -> int:  # fmt: skip
     """Answer a JSON lines file of jobs.
 
@@ -265,10 +277,12 @@ def batch(
     engine = replace(engine, parallel=engine.parallel or 4)
     files = batch_run.check_files(source, out, resume=resume, stream=stream)
     path = _model_path(model)
-    settings = (path.name, path.stat().st_size, engine.deciding(), pre)
+    reasoning = show_reasoning is not False
+    settings = (path.name, path.stat().st_size, engine.deciding(), pre, reasoning)
     return batch_run.run(
         files, lambda: _spawn(path, engine, pre, prefix_slots, cache_dir),
         parallel=engine.parallel or 4, defaults=params, model=path.name, settings=settings,
+        reasoning=reasoning,
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from slotd.client import commands
+from slotd.client.answer_requests import AnswerRequests
 from slotd.client.bus import Callbacks
-from slotd.client.completion import Assembler, Completion
+from slotd.client.completion import Completion
 from slotd.client.failure import ClientClosedError
 from slotd.client.generation import Generation, GenerationArgs
 from slotd.client.params import PREFIX_SLOTS
@@ -20,7 +21,7 @@ from slotd.client.session import Session
 from slotd.client.stream import Stream
 from slotd.client.text import TextTools
 from slotd.client.transport import Pipe
-from slotd.protocol.errors import ConfigError, SlotdError
+from slotd.protocol.errors import ConfigError
 from slotd.protocol.messages import AllCleared, Event, Json
 
 if TYPE_CHECKING:
@@ -321,31 +322,11 @@ class Client:
     ) -> Stream:
         """`stream` on behalf of the method `verb`, which errors will name."""
         generation = Generation.from_args(verb, args)
-        ids = self._text.prompt_ids(verb, prompt, messages)
+        ids = self._text.prompt(verb, prompt, messages, generation)
         needs_text = bool(generation.stop) or messages is not None or isinstance(prompt, str)
         tokenizer = self._text.tokenizer_for(needs_text)
-        session = self.live()
-        request = generation.command(self._new_id(), ids, max_ctx=int(session.hello.get("max_ctx", 0)))
-        if generation.snap is not None:
-            self._cache.claim(generation.snap.slot)
-        elif generation.slot is None:
-            request = self._cache.dress(session, request)
-        command = commands.Generation(request)
-        command.result.add_done_callback(lambda _: self._remember(command.id))
-        assembler = Assembler(
-            command.id,
-            tokenizer,
-            stops=generation.stop,
-            stop_ids=generation.stop_ids,
-            on_progress=generation.on_progress,
-        )
-        again = self._cache.second_try(request)
-        try:
-            session.send(command)
-        except SlotdError as error:
-            again.unsent(command.id, error)
-            raise
-        return Stream(session, command, assembler, generation.timeout, again)
+        requests = AnswerRequests(self.live(), self._cache, self._new_id(), self._remember)
+        return requests.begin(generation, ids, tokenizer)
 
     def _remember(self, id: str) -> None:
         self._last_id = id

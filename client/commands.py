@@ -238,12 +238,22 @@ class Generation(Command):
     """A prompt or RESTORE. Its events pile up in `events` for whoever reads the answer.
 
     The last item is the `Done`, or the DaemonError that came instead.
+
+    Args:
+        ended: called with the id when it is known how the request ended, in the reader thread.
     """
 
-    def __init__(self, request: messages.Prompt) -> None:
+    def __init__(self, request: messages.Prompt, ended: Callable[[str], None] | None = None) -> None:
         super().__init__(request)
         self.events: SimpleQueue[Event | DaemonError] = SimpleQueue()
         self._listener: Callable[[], object] | None = None
+        self._ended = ended
+        if ended is not None:
+            self.result.add_done_callback(lambda _: ended(self.id))
+
+    def successor(self, request: messages.Prompt) -> Generation:
+        """A further request of the same answer, under the same id."""
+        return Generation(request, self._ended)
 
     def accepts(self, event: Event) -> bool:
         return event.id == self.request.id and not isinstance(event, messages.Cancelled)

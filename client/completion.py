@@ -27,12 +27,14 @@ class Chunk:
     """One step of an answer.
 
     `text` may be empty although there are ids: half a character, or the beginning of a stop string, is
-    held back until it is known what it becomes. The last chunk may have text and no ids.
+    held back until it is known what it becomes. The last chunk may have text and no ids. `reasoning` is the
+    part of the thought that came with it.
     """
 
     text: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,10 @@ class Completion:
     Attributes:
         text: the visible text, without the stop string and without end-of-text tokens. Empty when the
             prompt was ids and there is no usable tokenizer.
+        reasoning: the thought that came first, without its tags; only of chats, where the model's template
+            has thoughts. `text` begins behind it, and stop strings are looked for in `text` alone.
+        reasoning_tokens: tokens of the thought, the closing tag included.
+        reasoning_cut: the thought was closed by `thinking_budget`, not by the model.
         ids: every id the daemon sent, the end-of-text or stop id included; when a stop string ended the
             answer, this may reach past the end of `text`.
         finish_reason: ``stop`` (end of text, a stop id or a stop string), ``length`` or ``cancelled``.
@@ -59,6 +65,9 @@ class Completion:
     """
 
     text: str
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    reasoning_cut: bool = False
     ids: tuple[int, ...]
     finish_reason: FinishReason
     stop: str | int | None = None
@@ -72,10 +81,15 @@ class Completion:
     epoch: int = 0
     id: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """What `--json` and batch records show of an answer, as plain values for JSON."""
+    def as_dict(self, *, reasoning: bool = True) -> dict[str, Any]:
+        """What `--json` and batch records show of an answer, as plain values for JSON.
+
+        Args:
+            reasoning: whether the thought is among it.
+        """
         fields: dict[str, Any] = {
             "text": self.text,
+            **({"reasoning": self.reasoning} if reasoning else {}),
             "ids": list(self.ids),
             "finish_reason": self.finish_reason,
             "stop": self.stop,
@@ -85,6 +99,8 @@ class Completion:
             "stages": list(self.stages),
             "timings": dict(self.timings),
         }
+        if self.reasoning_tokens:
+            fields |= {"reasoning_tokens": self.reasoning_tokens, "reasoning_cut": self.reasoning_cut}
         if self.logprobs:
             fields["logprobs"] = [
                 {"id": token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
@@ -102,6 +118,11 @@ class Assembler:
         stops: stop strings, matched on the text across token edges.
         stop_ids: further ids that end the answer; they have no text.
         on_progress: see `OnProgress`.
+        thought: where the model may reason first: whether the prompt has opened the thought; else None.
+        budgeted: the request ends at the thinking budget, another one follows (`go_on`).
+
+    Attributes:
+        paused: the request ended at its budget, and the answer is not whole.
     """
 
     def __init__(
@@ -112,10 +133,18 @@ class Assembler:
         stops: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         on_progress: OnProgress | None = None,
+        thought: bool | None = None,
+        budgeted: bool = False,
     ) -> None:
         self.id = id
         self.stopped_by: str | None = None
         self.completion: Completion | None = None
+        self.paused = False
+        self._budgeted = budgeted
+        self._cut = False
+        self._earlier: Mapping[str, Value] = {}  # what the request that ended at its budget says of itself
+        self._reasoning: list[str] = []
+        self._reasoning_tokens = 0
         self._on_progress = on_progress
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -124,12 +153,19 @@ class Assembler:
         self._silent = frozenset(stop_ids)
         self._detokenizer = None
         self._stops = None
+        self._split = None
+        self._tags: Mapping[int, str] = {}
         if tokenizer is not None:
             from slotd.client.detokenizer import Detokenizer, StopStrings
 
             self._silent |= tokenizer.stop_ids
             self._detokenizer = Detokenizer(tokenizer)
             self._stops = StopStrings(stops)
+            if thought is not None:
+                from slotd.client.reasoning import CLOSE, OPEN, ReasoningSplit
+
+                self._split = ReasoningSplit(opened=thought)
+                self._tags = tokenizer.hidden_ids((OPEN, CLOSE))
 
     def feed(self, event: Event) -> Chunk | None:
         """The chunk that `event` gives, if any. After the request's `Done`, `completion` is set.
@@ -155,10 +191,29 @@ class Assembler:
         self._logprobs.extend(event.logprobs)
         if self.stopped_by is not None:
             return None
-        text = ""
+        thought, text = "", ""
         if self._detokenizer is not None:
-            text = self._visible(self._detokenizer.add([id for id in event.ids if id not in self._silent]))
-        return Chunk(text, event.ids, event.logprobs)
+            spoken = [id for id in event.ids if id not in self._silent]
+            thought, answer = self._divide(spoken) if self._split else ("", self._detokenizer.add(spoken))
+            text = self._visible(answer)
+        return Chunk(text, event.ids, event.logprobs, thought)
+
+    def _divide(self, ids: Sequence[int]) -> tuple[str, str]:
+        """The text of these ids as (thought, answer)."""
+        assert self._split is not None
+        assert self._detokenizer is not None
+        thought, answer = "", ""
+        for id in ids:
+            inside = self._split.inside
+            if id in self._tags and not self._split.answering:  # its tokenizer shows nothing of it
+                text = self._detokenizer.finish() + self._tags[id]
+            else:
+                text = self._detokenizer.add([id])
+            parts = self._split.add(text)
+            thought, answer = thought + parts[0], answer + parts[1]
+            self._reasoning_tokens += inside
+        self._reasoning.append(thought)
+        return thought, answer
 
     def _visible(self, text: str) -> str:
         """The part of the pending text that can be shown; everything from a stop string on is dropped."""
@@ -167,18 +222,61 @@ class Assembler:
         self._text.append(visible)
         return visible
 
-    def _tail(self) -> str:
-        """What was held back, now that nothing follows."""
+    def _tail(self) -> tuple[str, str]:
+        """What was held back, now that nothing follows: of the thought, and of the answer."""
         if self._detokenizer is None or self.stopped_by is not None:
-            return ""
+            return "", ""
         assert self._stops is not None
-        tail = self._visible(self._detokenizer.finish())
+        thought, rest = "", self._detokenizer.finish()
+        if self._split is not None:
+            parts = self._split.add(rest), self._split.finish()
+            thought, rest = parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+            self._reasoning.append(thought)
+        tail = self._visible(rest)
         if self.stopped_by is None:
             rest = self._stops.finish()
             self.stopped_by = self._stops.stopped_by
             self._text.append(rest)
             tail += rest
-        return tail
+        return thought, tail
+
+    # ----- the thinking budget
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ids so far."""
+        return self._ids
+
+    @property
+    def cut(self) -> bool:
+        """Whether the thought was still open when its budget was used up."""
+        return self._cut
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the request that ended at its budget."""
+        return _integer(self._earlier, "seed")
+
+    def go_on(self) -> None:
+        """The events that follow are those of the request behind the budget."""
+        self.paused = False
+
+    def end(self) -> None:
+        """There is no room for that request: the context is full."""
+        self.paused = False
+        fields: dict[str, Value] = {"limit": "max_ctx", "epoch": _integer(self._earlier, "epoch") or 0}
+        self._done(Done(id=self.id, status="length", fields=fields))
+
+    def _pause(self, fields: Mapping[str, Value]) -> Chunk | None:
+        self.paused, self._budgeted, self._earlier = True, False, fields
+        if self._split is None or not self._split.inside:
+            return None
+        assert self._detokenizer is not None
+        self._cut = True
+        thought, _ = self._split.add(self._detokenizer.finish())
+        thought += self._split.close()
+        self._reasoning.append(thought)
+        return Chunk("", reasoning=thought) if thought else None
 
     def _done(self, done: Done) -> Chunk | None:
         fields = done.fields
@@ -186,7 +284,10 @@ class Assembler:
             raise done_error(fields, self.id)
         if done.status == "cancelled" and "reason" in fields and self.stopped_by is None:
             raise RequestError(str(fields["reason"]), id=self.id)  # nobody asked for it: no whole answer
-        tail = self._tail()
+        at_budget = done.status == "length" and fields.get("limit", "n_gen") == "n_gen"
+        if self._budgeted and at_budget and self.stopped_by is None:
+            return self._pause(fields)
+        thought, tail = self._tail()
         reason: FinishReason = "length"
         stop: str | int | None = None
         if self.stopped_by is not None:
@@ -195,22 +296,27 @@ class Assembler:
             reason, stop = "stop", _integer(fields, "stop")
         elif done.status == "cancelled":
             reason = "cancelled"
+        first = self._earlier or fields
+        prompt, reused = _integer(first, "prompt") or 0, _integer(first, "reused") or 0
         self.completion = Completion(
             text="".join(self._text),
+            reasoning="".join(self._reasoning),
+            reasoning_tokens=self._reasoning_tokens,
+            reasoning_cut=self._cut,
             ids=tuple(self._ids),
             finish_reason=reason,
             stop=stop,
             limit=str(fields.get("limit", "n_gen")) if reason == "length" else None,
-            prompt_tokens=_integer(fields, "prompt") or 0,
-            cached_tokens=_integer(fields, "reused") or 0,
-            seed=_integer(fields, "seed"),
+            prompt_tokens=prompt,
+            cached_tokens=reused,
+            seed=_integer(first, "seed"),
             logprobs=tuple(self._logprobs),
-            timings={key: float(value) for key, value in fields.items() if _is_time(key, value)},
-            stages=self._stages(_integer(fields, "prompt") or 0, _integer(fields, "reused") or 0),
+            timings=_add_times(self._earlier, fields),
+            stages=self._stages(prompt, reused),
             epoch=_integer(fields, "epoch") or 0,
             id=self.id,
         )
-        return Chunk(tail) if tail else None
+        return Chunk(tail, reasoning=thought) if tail or thought else None
 
     def _stages(self, prompt: int, reused: int) -> tuple[str, ...]:
         happened = {
@@ -228,5 +334,11 @@ def _integer(fields: Mapping[str, Value], name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _is_time(key: str, value: Value) -> bool:
-    return key.endswith("_s") and isinstance(value, int | float)
+def _add_times(*accounts: Mapping[str, Value]) -> dict[str, float]:
+    """Seconds by stage, of all requests of an answer."""
+    times: dict[str, float] = {}
+    for account in accounts:
+        for key, value in account.items():
+            if key.endswith("_s") and isinstance(value, int | float):
+                times[key] = times.get(key, 0.0) + float(value)
+    return times

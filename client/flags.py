@@ -32,7 +32,7 @@ class Flag:
 
 
 #: What -ctk and -ctv take.
-KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
+KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 or tq3_0"
 
 MODEL_FLAGS = (
     Flag(("-m", "--model"), "GGUF file. Default: SLOTD_MODEL, else a small one.", metavar="FILE"),
@@ -89,6 +89,23 @@ SAMPLING_FLAGS = (
     Flag(("-s", "--seed"), "Seed; -1: a new one each time.", int, "N", -1),
     Flag(("--logit-bias",), "Add BIAS to the logit of token ID. Repeatable.", metavar="ID:BIAS", many=True),
     Flag(("--stop",), "End the answer before this text. Repeatable.", metavar="TEXT", many=True),
+)  # fmt: skip
+
+
+#: For commands that answer chats.
+REASONING_FLAGS = (
+    Flag(
+        ("--think/--no-think",), "Whether the model reasons first. Default: as its chat template has it.",
+        switch=True,
+    ),
+    Flag(
+        ("--thinking-budget",), "Tokens after which a thought that is still open is closed; -1 is no limit.",
+        int, "N", -1,
+    ),
+    Flag(
+        ("--show-reasoning/--hide-reasoning",),
+        "Whether the thought is shown, on stderr. Default: in JSON only, as `reasoning`.", switch=True,
+    ),
 )  # fmt: skip
 
 
@@ -173,6 +190,10 @@ def sampling_params(given: Mapping[str, Any]) -> ParamDict:
         params["logit_bias"] = _parse_biases(given["logit_bias"])
     if given["stop"]:
         params["stop"] = list(given["stop"])
+    if given.get("think") is not None:
+        params["think"] = given["think"]
+    if given.get("thinking_budget", -1) != -1:
+        params["thinking_budget"] = given["thinking_budget"]
     return check_all(params, typed=True)
 
 

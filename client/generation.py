@@ -39,6 +39,9 @@ class GenerationArgs(TypedDict, total=False):
     slot: int | None  # start from this slot; the prompt must begin with its tokens
     snap: tuple[int, int] | None  # (at, slot): keep the first `at` prompt tokens in `slot`
     fit: bool | None  # over-long: generate what fits. None: True when max_tokens is None
+    think: bool | None  # chats: whether the model reasons first; None: as its template has it
+    template_args: Mapping[str, Any]  # chats: further variables of the chat template
+    thinking_budget: int | None  # chats: tokens after which a thought that is still open is closed
     timeout: float | None  # seconds for the whole request; then it is cancelled
     on_progress: OnProgress | None
 
@@ -57,6 +60,9 @@ class Generation:
     slot: int | None = None
     snap: Snap | None = None
     fit: bool = True
+    think: bool | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
     timeout: float | None = None
     on_progress: OnProgress | None = None
 
@@ -71,12 +77,30 @@ class Generation:
         for name in args:
             if name not in ARGUMENTS:
                 raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
+        if args.get("think") is not None and "enable_thinking" in (args.get("template_args") or {}):
+            raise ConfigError("think is given twice: it is the template's enable_thinking")
         sampling = {name: args[name] for name in args if name in _SAMPLING}
         own = {name: args[name] for name in args if name not in _SAMPLING}
         checked = {name: _CHECKS[name](name, value) for name, value in own.items()}
         if checked.get("fit") is None:
             checked["fit"] = checked.get("max_tokens") is None
         return cls(sampling=_sampling(sampling), **checked)
+
+    @property
+    def for_chats(self) -> tuple[str, ...]:
+        """Names of the arguments given that mean something for messages only."""
+        given = {
+            "think": self.think is not None,
+            "template_args": bool(self.template_args),
+            "thinking_budget": self.thinking_budget is not None,
+        }
+        return tuple(name for name, wanted in given.items() if wanted)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        think = {} if self.think is None else {"enable_thinking": self.think}
+        return {**self.template_args, **think}
 
     def command(self, id: str, ids: Sequence[int], *, max_ctx: int) -> Prompt:
         """The wire command for the prompt `ids` on a daemon with a context of `max_ctx` tokens."""
@@ -184,6 +208,19 @@ def _snap(name: str, value: Any) -> Snap | None:
     return Snap(at=_integer(f"{name} at", value[0]), slot=_integer(f"{name} slot", value[1]))
 
 
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong(name, "a mapping of names to values", value)
+    return dict(value)
+
+
+def _budget(name: str, value: Any) -> int | None:
+    tokens = _optional_integer(name, value)
+    if tokens == 0:
+        raise _wrong(name, "1 or more (think=False: no thought at all)", value)
+    return tokens
+
+
 def _callback(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise _wrong(name, "callable", value)
@@ -213,6 +250,9 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "slot": _optional_integer,
     "snap": _snap,
     "fit": _optional_flag,
+    "think": _optional_flag,
+    "template_args": _mapping,
+    "thinking_budget": _budget,
     "timeout": _seconds,
     "on_progress": _callback,
 }

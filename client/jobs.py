@@ -47,6 +47,9 @@ BODY_PARAMS = {
     "logit_bias": "logit_bias",
     "min_tokens": "min_tokens",
     "ignore_eos": "ignore_eos",
+    "enable_thinking": "think",
+    "thinking_budget": "thinking_budget",
+    "chat_template_kwargs": "template_args",
 }
 
 #: Body fields that label a job and change nothing in its answer.
@@ -218,9 +221,10 @@ def error_record(line: int, job_id: JobId, openai: bool, code: str, message: str
     return {"id": job_id, "line": line, "error": error}
 
 
-def delta_record(job: Job, text: str, ids: Sequence[int]) -> Record:
-    """A piece of an answer that is still being made (`--stream`)."""
-    return {**_key(job.id, job.openai), "line": job.line, "delta": text, "ids": list(ids)}
+def delta_record(job: Job, text: str, ids: Sequence[int], reasoning: str = "") -> Record:
+    """A piece of an answer that is still being made (`--stream`), and of the thought before it, if any."""
+    thought = {"reasoning": reasoning} if reasoning else {}
+    return {**_key(job.id, job.openai), "line": job.line, "delta": text, **thought, "ids": list(ids)}
 
 
 def restart_record(job: Job) -> Record:
@@ -228,19 +232,20 @@ def restart_record(job: Job) -> Record:
     return {**_key(job.id, job.openai), "line": job.line, "restart": True}
 
 
-def answer_record(job: Job, answer: Completion, model: str) -> Record:
-    """The record of a finished job."""
+def answer_record(job: Job, answer: Completion, model: str, *, reasoning: bool = True) -> Record:
+    """The record of a finished job. `reasoning`: whether the thought is in it."""
     if job.openai:
-        body = _openai_body(job, answer, model)
+        body = _openai_body(job, answer, model, reasoning=reasoning)
         response = {"status_code": 200, "request_id": answer.id, "body": body}
         return {"custom_id": job.id, "line": job.line, "response": response, "error": None}
-    return {"id": job.id, "line": job.line, **answer.as_dict()}
+    return {"id": job.id, "line": job.line, **answer.as_dict(reasoning=reasoning)}
 
 
-def _openai_body(job: Job, answer: Completion, model: str) -> Record:
+def _openai_body(job: Job, answer: Completion, model: str, *, reasoning: bool) -> Record:
     choice: Record = {"index": 0, "finish_reason": answer.finish_reason}
     if job.messages is not None:
-        choice["message"] = {"role": "assistant", "content": answer.text}
+        thought = {"reasoning_content": answer.reasoning} if reasoning and answer.reasoning else {}
+        choice["message"] = {"role": "assistant", **thought, "content": answer.text}
     else:
         choice["text"] = answer.text
     return {
@@ -253,8 +258,14 @@ def _openai_body(job: Job, answer: Completion, model: str) -> Record:
             "completion_tokens": len(answer.ids),
             "total_tokens": answer.prompt_tokens + len(answer.ids),
             "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+            **_thought_usage(answer),
         },
     }
+
+
+def _thought_usage(answer: Completion) -> Record:
+    tokens = answer.reasoning_tokens
+    return {"completion_tokens_details": {"reasoning_tokens": tokens}} if tokens else {}
 
 
 def encode_record(record: Record) -> bytes:

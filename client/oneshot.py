@@ -15,7 +15,6 @@ from slotd.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from slotd.client.client import Client
-    from slotd.client.completion import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +61,35 @@ def _read_text(file: str | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def run(client: Client, question: Question, params: ParamDict, *, as_json: bool, show_rates: bool) -> int:
-    """Answer on stdout, streamed, or as one JSON object. Returns the exit code."""
-    screen = Screen(interactive=sys.stderr.isatty())
+def run(
+    client: Client,
+    question: Question,
+    params: ParamDict,
+    *,
+    as_json: bool,
+    show_rates: bool,
+    reasoning: bool | None = None,
+) -> int:
+    """Answer on stdout, streamed, or as one JSON object. Returns the exit code.
+
+    Args:
+        reasoning: whether the thought is shown: on stderr, or in the JSON object; None: only there.
+    """
+    screen = Screen(interactive=sys.stderr.isatty(), show_reasoning=bool(reasoning) and not as_json)
     prompt = _prompt_arguments(client, question)
     try:
         with client.stream(**prompt, on_progress=screen.progress, **params) as stream:
             for chunk in stream:
+                screen.reasoning(chunk.reasoning)
                 if not as_json:
                     screen.answer(chunk.text)
             answer = stream.result()
     finally:
         screen.end_answer()
     if as_json:
-        print(json.dumps(_report(answer, params), ensure_ascii=False))
+        report = answer.as_dict(reasoning=reasoning is not False)
+        report["sampling"] = effective(params, answer.seed)
+        print(json.dumps(report, ensure_ascii=False))
     if show_rates:
         screen.notice(rate_line(answer))
     return 0
@@ -90,7 +104,3 @@ def _prompt_arguments(client: Client, question: Question) -> dict[str, Any]:
         return {"prompt": question.text}
     system = [] if question.system is None else [{"role": "system", "content": question.system}]
     return {"messages": [*system, {"role": "user", "content": question.text}]}
-
-
-def _report(answer: Completion, params: ParamDict) -> dict[str, Any]:
-    return {**answer.as_dict(), "sampling": effective(params, answer.seed)}

@@ -82,6 +82,18 @@ def _check_flag(value: Any) -> bool:
     return value
 
 
+def _check_optional_flag(value: Any) -> bool | None:
+    return None if value is None else _check_flag(value)
+
+
+def _check_template_args(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return dict(value)
+
+
 def _check_stop(value: Any) -> list[str]:
     if value is None:
         return []
@@ -136,6 +148,9 @@ PARAMETERS: Mapping[str, Parameter] = {
     "logprobs": integer(0, 20),
     "min_tokens": integer(0, INT31),
     "ignore_eos": Parameter(_check_flag, "true or false"),
+    "think": Parameter(_check_optional_flag, "true or false", none="as the chat template has it"),
+    "thinking_budget": integer(1, INT31, none="no limit"),
+    "template_args": Parameter(_check_template_args, "an object of variables of the chat template"),
 }
 
 #: Spelling of the command line, without dashes -> the name here, where they differ.
@@ -148,7 +163,12 @@ _FLAG_NAMES = {
 }
 
 #: What a typed -1 stands for.
-_MINUS_ONE: ParamDict = {"max_tokens": None, "seed": None, "penalty_window": INT31}
+_MINUS_ONE: ParamDict = {
+    "max_tokens": None,
+    "seed": None,
+    "penalty_window": INT31,
+    "thinking_budget": None,
+}
 
 _ASSIGNED = re.compile(r"(-{0,2}[A-Za-z][\w-]*)\s*=\s*")
 _NEXT = re.compile(r"\s" + _ASSIGNED.pattern)

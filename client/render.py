@@ -28,10 +28,13 @@ class Screen:
     Args:
         interactive: a person is there: notices and progress are shown.
         out: where answers go; default stdout.
+        show_reasoning: show thoughts, on stderr; else only that the model thinks.
     """
 
-    def __init__(self, *, interactive: bool, out: TextIO | None = None) -> None:
+    def __init__(self, *, interactive: bool, out: TextIO | None = None, show_reasoning: bool = False) -> None:
         self.interactive = interactive
+        self._show_reasoning = show_reasoning
+        self._thinking = False  # a thought is shown and its last line is not ended
         self._out = out if out is not None else sys.stdout
         self._clean = self._out.isatty()
         self._console = Console(stderr=True, highlight=False)
@@ -41,17 +44,37 @@ class Screen:
     def progress(self, at: int, of: int) -> None:
         if not self.interactive or not self._console.is_terminal:
             return
-        text = f"reading the prompt: {at}/{of}"
+        self._show_status(f"reading the prompt: {at}/{of}")
+
+    def _show_status(self, text: str) -> None:
         if self._status is None:
             self._status = self._console.status(text)
             self._status.start()
         else:
             self._status.update(text)
 
+    def reasoning(self, text: str) -> None:
+        """A piece of the thought before the answer."""
+        if not text:
+            return
+        if self._show_reasoning:
+            self._stop_status()
+            shown = text.translate(_UNSAFE) if self._console.is_terminal else text
+            self._console.print(Text(shown, style="dim italic"), end="", soft_wrap=True)
+            self._thinking = True
+        elif self.interactive and self._console.is_terminal:
+            self._show_status("thinking")
+
+    def _end_thought(self) -> None:
+        if self._thinking:
+            self._console.print("\n")
+            self._thinking = False
+
     def answer(self, text: str) -> None:
         if not text:
             return
         self._stop_status()
+        self._end_thought()
         self._out.write(text.translate(_UNSAFE) if self._clean else text)
         self._out.flush()
         self._open = not text.endswith("\n")
@@ -59,6 +82,7 @@ class Screen:
     def end_answer(self) -> None:
         """End the line an answer stands on."""
         self._stop_status()
+        self._end_thought()
         if self._open:
             self._out.write("\n")
             self._out.flush()

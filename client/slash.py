@@ -75,6 +75,8 @@ def _stats(chat: Chat, argument: str) -> None:
         return
     chat.ui.notice(rate_line(chat.last))
     rows = [(stage, f"{seconds:.4f}") for stage, seconds in chat.last.timings.items() if seconds]
+    if chat.last.reasoning_tokens:
+        rows.append(("tokens of its thought", str(chat.last.reasoning_tokens)))
     rows += [("turns", str(chat.turns)), ("tokens generated", str(chat.tokens))]
     chat.ui.table(rows)
 

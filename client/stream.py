@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn, Protocol, Self
 
@@ -31,6 +32,15 @@ class Again(Protocol):
         """It could not be sent."""
 
 
+class Further(Protocol):
+    """Who makes the request behind the thinking budget (`thinking_budget.ThinkingBudget`)."""
+
+    def request(
+        self, produced: Sequence[int], *, close: bool, seed: int | None
+    ) -> tuple[messages.Prompt, Again] | None:
+        """The request, and who sends it again; None when there is no room for it."""
+
+
 class Stream:
     """Iterate for `Chunk`s; `result` gives the `Completion`. Made by `Client.stream`.
 
@@ -48,9 +58,11 @@ class Stream:
         assembler: Assembler,
         timeout: float | None,
         again: Again | None = None,
+        further: Further | None = None,
     ) -> None:
         self.id = command.id
         self._again = again
+        self._further = further
         self._session = session
         self.command = command
         self._assembler = assembler
@@ -171,34 +183,55 @@ class Stream:
 
     @property
     def wants_resend(self) -> bool:
-        """Whether the slot to start from was not what it should be: `resend` must be called."""
-        return self._refusal is not None
+        """Whether `resend` must be called: the slot to start from was not what it should be, or the request
+        has ended at its thinking budget and the rest of the answer is to be asked for."""
+        return self._refusal is not None or self._assembler.paused
 
     def resend(self) -> None:
-        """Send the request again, under its id, without the slot. Once; nothing of the answer had come.
+        """Send, under the same id, the request behind the thinking budget; or the refused one without its
+        slot. That happens once, nothing of the answer had come.
 
         Raises:
             RequestError: it cannot be sent again, and failed as the daemon said.
             DaemonDiedError, DaemonTimeoutError: it cannot be sent.
         """
-        assert self._refusal is not None
-        assert self._again is not None
-        refusal, again, self._refusal, self._again = self._refusal, self._again, None, None
         if self._cancel_asked:
+            self._refusal = self._again = None
+            self._assembler.go_on()
             self.process(messages.Done(id=self.id, status="cancelled"))
             return
-        request = again.request(self.id)
-        if request is None:
-            self.process(refusal)
+        made = self._continued() if self._refusal is None else self._retried()
+        if made is None:
             return
-        command = commands.Generation(request)
-        self.command = command
+        request, again = made
+        self.command = self.command.successor(request)
         try:
-            self._session.send(command)
+            self._session.send(self.command)
         except SlotdError as error:
             again.unsent(self.id, error)
             self._error = error
             raise
+
+    def _retried(self) -> tuple[messages.Prompt, Again] | None:
+        assert self._refusal is not None
+        assert self._again is not None
+        refusal, again, self._refusal, self._again = self._refusal, self._again, None, None
+        request = again.request(self.id)
+        if request is None:
+            self.process(refusal)
+            return None
+        return request, again
+
+    def _continued(self) -> tuple[messages.Prompt, Again] | None:
+        assert self._further is not None
+        assembler, further, self._further = self._assembler, self._further, None
+        made = further.request(assembler.ids, close=assembler.cut, seed=assembler.seed)
+        if made is None:
+            assembler.end()
+            return None
+        assembler.go_on()
+        self._again = made[1]
+        return made
 
     def _fail(self, error: SlotdError) -> NoReturn:
         self._error = error

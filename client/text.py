@@ -7,10 +7,12 @@ import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotd.client.generation import token_ids
+from slotd.client.generation import Generation, token_ids
+from slotd.client.reasoning import opens_thought
 from slotd.protocol.errors import ConfigError, SlotdError
 
 if TYPE_CHECKING:
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
     from slotd.client.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """A prompt as it is sent. `thought`: of a model that may reason, whether the prompt opens the thought."""
+
+    ids: array[int]
+    thought: bool | None
 
 
 class TextTools:
@@ -88,21 +98,37 @@ class TextTools:
             )
         return self._template
 
-    def prompt_ids(
-        self, verb: str, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
-    ) -> array[int]:
+    def prompt(
+        self,
+        verb: str,
+        prompt: str | Sequence[int] | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+        generation: Generation,
+    ) -> PromptIds:
         """The prompt of `verb` as int32 ids, from a text, from ids, or from chat messages.
 
         Raises:
             TypeError: not exactly one of prompt and messages.
-            ConfigError: neither text nor ids, or text without a model file.
+            ConfigError: neither text nor ids, text without a model file, an argument that needs messages, or
+                one that the chat template does not read.
             TemplateError: the chat template refuses the messages.
         """
         if (prompt is None) == (messages is None):
             raise TypeError(f"{verb}() needs either a prompt or messages=")
         if messages is not None:
-            text = self.template.render(list(messages), add_generation_prompt=True)
-            return array("i", self.tokenizer.encode(text))
+            return self._chat_prompt(list(messages), generation)
+        if generation.for_chats:
+            raise ConfigError(f"{generation.for_chats[0]} goes with messages=, not with a plain prompt")
         if isinstance(prompt, str):
-            return array("i", self.tokenizer.encode(prompt))
-        return token_ids("prompt", prompt)
+            return PromptIds(array("i", self.tokenizer.encode(prompt)), None)
+        return PromptIds(token_ids("prompt", prompt), None)
+
+    def _chat_prompt(self, messages: list[Mapping[str, Any]], generation: Generation) -> PromptIds:
+        template = self.template
+        if generation.thinking_budget is not None and not template.has_thoughts:
+            raise ConfigError("thinking_budget: the chat template of this model has no thoughts")
+        extra = generation.template_variables
+        template.check_extra(extra)
+        text = template.render(messages, add_generation_prompt=True, **extra)
+        ids = array("i", self.tokenizer.encode(text))
+        return PromptIds(ids, opens_thought(text) if template.has_thoughts else None)

@@ -156,6 +156,11 @@ class Tokenizer:
         self._check(id)
         return self._types[id] in (_UNKNOWN, _CONTROL, _UNUSED)
 
+    def hidden_ids(self, texts: Iterable[str]) -> dict[int, str]:
+        """Which of these texts are special tokens, that `decode` shows nothing of: id -> text."""
+        found = {self._ids[text]: text for text in texts if text in self._ids}
+        return {id: text for id, text in found.items() if self.is_special(id)}
+
     def _check(self, id: int) -> None:
         if not 0 <= id < self.vocab_size:
             last = self.vocab_size - 1

@@ -30,7 +30,7 @@ from slotd.protocol.errors import ConfigError, ModelError, SlotdError
 EXIT_FAILED, EXIT_USAGE, EXIT_MODEL = 1, 2, 3
 
 #: What -ctk and -ctv take.
-KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 or q4_0"
+KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 or tq3_0"
 
 #: Where a flag of the source or of a later version has no effect yet, and why.
 NO_DRAFT = "drafts and speculation are not in this version"

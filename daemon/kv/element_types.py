@@ -1,4 +1,4 @@
-"""The types that K and V can be stored in: a GGUF format, and how the pages hold it."""
+"""The types that K and V can be stored in: a format of blocks, and how the pages hold it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from slotd.daemon.ops import kv_blocks
+from slotd.daemon.ops.tq3_blocks import TQ3_0
 from slotd.daemon.weights.block_types import BlockType
 from slotd.daemon.weights.kv_formats import KV_FORMATS, kv_format
 
@@ -18,7 +19,7 @@ class KvType:
 
     Attributes:
         name: as `-ctk` and `-ctv` take it.
-        format: the GGUF format; its bytes are the ones stored.
+        format: the format; its bytes are the ones stored.
         dtype: of one item in the pages, a number or a block of them. It is what the ops tell formats by.
     """
 
@@ -44,6 +45,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "q4_1": kv_blocks.Q4_1,
     "q5_0": kv_blocks.Q5_0,
     "q5_1": kv_blocks.Q5_1,
+    "tq3_0": TQ3_0,
 }
 
 KV_TYPES = {name: KvType(name, kind, _DTYPES[name]) for name, kind in KV_FORMATS.items()}
@@ -53,7 +55,7 @@ def kv_type(name: str) -> KvType:
     """The type of this name.
 
     Raises:
-        ConfigError: not a K/V type, or one that this version does not have.
+        ConfigError: not a K/V type.
     """
     kv_format(name)
     return KV_TYPES[name]

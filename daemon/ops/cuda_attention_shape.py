@@ -87,7 +87,11 @@ class AttentionShape:
         return sum(TILE * 2 * self.head_dim for kv_type in types if kv_type in _BLOCK_TYPES)
 
     def check(self) -> None:
-        """Raises ConfigError for heads that no kernel here takes, with the limit."""
+        """Raises ConfigError for types and heads that no kernel here takes, with the limit."""
+        for name in (self.k_type, self.v_type):
+            if name not in KV_TYPE_NUMBERS:
+                known = ", ".join(KV_TYPE_NUMBERS)
+                raise ConfigError(f"K/V type {name} is not on CUDA in this version (supported: {known})")
         if self.n_head % self.n_head_kv:
             raise ConfigError(
                 f"{self.n_head} query heads do not divide into {self.n_head_kv} key/value heads"

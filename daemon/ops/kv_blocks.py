@@ -1,7 +1,8 @@
 """K and V as they are stored: the GGUF block formats, written from float32 and read back, in NumPy.
 
 The dtype of a stored plane says its format; one item holds one number (f32, f16, bf16) or a block of 32. The
-last axis of a stored array counts items. Bytes are those of the ggml reference quantiser.
+last axis of a stored array counts items. Bytes are those of the ggml reference quantiser. tq3_0, which GGUF
+does not have, is in `tq3_blocks`.
 
 A block holds a float16 scale d, in some formats a float16 minimum m, and 32 whole numbers q: y = d q or
 d q + m. Signed formats keep q with an offset. q[i] is the low half of byte i of `qs` and q[i + 16] the high
@@ -18,6 +19,7 @@ import numpy as np
 
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array
+from slotd.daemon.ops.tq3_blocks import TQ3_0, read_groups, write_groups
 
 #: Numbers in a block.
 BLOCK = 32
@@ -68,7 +70,12 @@ _FIFTH_BITS = (np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bi
 
 def item_numbers(dtype: np.dtype[Any]) -> int:
     """Numbers in one stored item."""
-    return BLOCK if dtype in _CODES else 1
+    return BLOCK if dtype in _CODES or dtype == TQ3_0 else 1
+
+
+def is_rotated(stored: Array) -> bool:
+    """Whether the numbers read back are rotated (`rotation`)."""
+    return stored.dtype == TQ3_0
 
 
 def width(stored: Array) -> int:
@@ -93,6 +100,8 @@ def write_stored(x: Array, stored: Array) -> None:
         stored[...] = _round_to_bf16(x)
     elif stored.dtype in _CODES:
         _write_blocks(np.ascontiguousarray(x).reshape(*stored.shape, BLOCK), stored)
+    elif stored.dtype == TQ3_0:
+        write_groups(np.ascontiguousarray(x), stored)
     else:
         stored[...] = x
 
@@ -151,7 +160,7 @@ def _pack(shifted: Array, codes: _Codes, stored: Array) -> None:
 
 
 def as_float32(memory: DeviceMemory, stored: Array) -> Array:
-    """The stored numbers as float32 [..., dim]: themselves, or a copy."""
+    """The stored numbers as float32 [..., dim]: themselves, or a copy. See `is_rotated`."""
     if stored.dtype == F32:
         return stored
     return read_stored(memory, stored, memory.empty((*stored.shape[:-1], width(stored))))
@@ -163,6 +172,8 @@ def read_stored(memory: DeviceMemory, stored: Array, out: Array) -> Array:
         np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
     elif stored.dtype in _CODES:
         _read_blocks(memory, stored, out.reshape(*stored.shape, BLOCK))
+    elif stored.dtype == TQ3_0:
+        read_groups(memory, stored, out.reshape(*stored.shape, BLOCK))
     else:
         out[...] = stored
     return out

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.ops.batch import Array, Batch
 from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
-from slotd.daemon.ops.kv_blocks import width, write_stored
+from slotd.daemon.ops.kv_blocks import is_rotated, width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
 from slotd.daemon.ops.rope import RopeTable
+from slotd.daemon.ops.rotation import rotate, rotate_back
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ConfigError
 
@@ -163,9 +164,14 @@ class NumpyOps:
         if blocks is None:
             blocks = batch.plans["attend"] = plan_attention(batch, self.exact, n_head)
         q *= np.float32(scale)
+        if is_rotated(batch.spans[0].runs[0].k):
+            q = rotate(self.memory, q)
         out = self._like((n, n_head, value_dim))
         for block in blocks:
             attend_block(self.memory, layer, q[block.rows], block, out[block.rows])
+        if is_rotated(batch.spans[0].runs[0].v):
+            rotated, out = out, self._like(out.shape)
+            rotate_back(self.memory, rotated, out)
         return out.reshape(n, n_head * value_dim)
 
     def swiglu(self, gate_up: Array) -> Array:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slotd.daemon.weights.architectures import HyperParameters, left_out, read_hyper_parameters
-from slotd.daemon.weights.kv_formats import check_kv_formats, kv_bytes_per_token, kv_format
+from slotd.daemon.weights.kv_formats import check_kv_formats, check_kv_pair, kv_bytes_per_token
 from slotd.daemon.weights.reader import GgufFile, check_model, open_gguf
 from slotd.protocol.errors import ConfigError, ModelError
 
@@ -128,8 +128,7 @@ def inspect_file(
     """
     if ctx is not None and not 1 <= ctx <= MAX_CONTEXT:
         raise ConfigError(f"context length {ctx}: the limit is 1 to {MAX_CONTEXT}")
-    for name in (k_type, v_type):
-        kv_format(name)
+    check_kv_pair(k_type, v_type)
     with open_gguf(path) as file:
         hyper, reason = _judge(file)
         parameters = file.n_parameters

@@ -106,11 +106,12 @@ def test_every_flag_is_named(readme: str) -> None:
 def test_every_kv_type_is_in_the_help_and_in_readme(readme: str) -> None:
     for text in (daemon_cli.KV_TYPES, flags.KV_TYPES):
         assert set(text.replace("or ", "").split()) == set(KV_NAMES)
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d,]+) \|", readme, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d,]+|-) \|", readme, re.MULTILINE)
     sizes = {name: kind.row_bytes(64) for name, kind in KV_FORMATS.items()}
     assert {name: float(bits) for name, bits, _ in rows} == {name: size / 8 for name, size in sizes.items()}
-    smollm2 = {name: 30 * 3 * 2 * size for name, size in sizes.items()}
-    assert {name: int(text.replace(",", "")) for name, _, text in rows} == smollm2
+    smollm2 = {name: f"{30 * 3 * 2 * size:,}" for name, size in sizes.items()}
+    smollm2["tq3_0"] = "-"  # its heads are too narrow
+    assert {name: text for name, _, text in rows} == smollm2
 
 
 def test_every_flag_in_it_exists(readme: str) -> None:

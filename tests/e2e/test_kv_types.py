@@ -65,9 +65,10 @@ def test_a_snapshot_on_disk_keeps_the_stored_bytes(model: Path, tmp_path: Path, 
         assert [line for line in daemon.lines if line.startswith("[tok]")] == expected
 
 
-@pytest.mark.parametrize("kv", ["q8_0", "q4_0", "bf16"])
-def test_a_restored_answer_is_the_computed_one(model: Path, kv: str) -> None:
-    """Bit by bit, as the sampler sees it: log-probabilities too."""
+@pytest.mark.parametrize("kv", ["q8_0", "tq3_0", "bf16"])
+def test_a_restored_answer_is_the_computed_one(tmp_path: Path, kv: str) -> None:
+    """Bit by bit, as the sampler sees it: log-probabilities too. Heads of 128, as tq3_0 needs them."""
+    model = write_tiny_llama(tmp_path / "m.gguf", n_embd=256, n_head=2, n_head_kv=1)
     with DaemonProcess(model, "--exact", "-ctk", kv, "-ctv", kv) as daemon:
         daemon.send(f"- 20 ids={MORE} id=plain ignore_eos=1 logprobs=3")
         daemon.wait_done("plain")

@@ -11,7 +11,7 @@ from slotd.client.completion import Chunk, Completion
 
 
 class FakeStream:
-    """An answer of one chunk per word; `steps` runs before each and may raise."""
+    """An answer of a chunk for its thought and one per word; `step` runs before each word and may raise."""
 
     def __init__(self, answer: Completion, step: Callable[[int], None]) -> None:
         self._answer = answer
@@ -20,6 +20,8 @@ class FakeStream:
         self._shown = 0
 
     def __iter__(self) -> Iterator[Chunk]:
+        if self._answer.reasoning:
+            yield Chunk("", reasoning=self._answer.reasoning)
         for index, token in enumerate(self._answer.ids):
             self._step(index)
             if self._cancelled.is_set():

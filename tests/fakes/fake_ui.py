@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeUi:
-    """`answers` are whole answers, `tables` lists of rows."""
+    """`answers` are whole answers, `thought` all thoughts in one, `tables` lists of rows."""
 
     def __init__(self, *, interactive: bool) -> None:
         self.interactive = interactive
@@ -14,9 +14,13 @@ class FakeUi:
         self.tables: list[list[tuple[str, str]]] = []
         self.progressed: list[tuple[int, int]] = []
         self._text = ""
+        self.thought = ""
 
     def progress(self, at: int, of: int) -> None:
         self.progressed.append((at, of))
+
+    def reasoning(self, text: str) -> None:
+        self.thought += text
 
     def answer(self, text: str) -> None:
         self._text += text

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from slotd.daemon.kv.cuda_store import CudaPageStore
-from slotd.daemon.kv.element_types import KV_TYPES, kv_type
+from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
+from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS
 from slotd.daemon.ops.cuda_pages import MOST_ENTRIES, CudaPages
 from tests.fakes.page_mirror import Mirror
 
 #: Narrow rows (not of 16 bytes) in one plane, in both, in none; heads of 32 numbers make the smallest rows.
-PAIRS = [*((name, "f16") for name in KV_TYPES), ("f32", "q4_0"), ("q8_0", "q5_1"), ("bf16", "f32")]
+PAIRS = [*((name, "f16") for name in KV_TYPE_NUMBERS), ("f32", "q4_0"), ("q8_0", "q5_1"), ("bf16", "f32")]
 SHAPES = [(2, 3, 64, 32), (3, 1, 128, 128), (1, 2, 32, 32)]
 
 

@@ -10,6 +10,7 @@ import pytest
 from slotd.daemon.kv.element_types import KV_TYPES
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.cuda_attention import DeviceBatch, HeadNorms
+from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS
 from slotd.daemon.ops.kv_blocks import stored_bytes, write_stored
 from tests.gpu.attention_rig import LAYER, Placed, Rig
 from tests.gpu.test_attention import assert_close, assert_same_bits, make_call, make_rig
@@ -85,7 +86,7 @@ def expected_bytes(x: np.ndarray, name: str) -> np.ndarray:
     return stored_bytes(stored)
 
 
-@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("kv_type", KV_TYPE_NUMBERS)
 @pytest.mark.parametrize(
     ("shape_name", "dims", "style"),
     [("smollm", 64, "interleaved"), ("23b", 128, "half"), ("23b", 48, "half"), ("0.8b", 64, "half")],

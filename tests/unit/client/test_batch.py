@@ -318,6 +318,15 @@ def test_stream_writes_deltas_before_the_record(tmp_path: Path) -> None:
     assert records[-1]["text"] == "t1 t2 t3 "
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_thoughts_are_in_deltas_and_records_unless_they_are_hidden(tmp_path: Path, wanted: bool) -> None:
+    client = FakeClient(lambda request: completion(reasoning="Hm.", reasoning_tokens=1))
+    job = lines({"id": "a", "prompt": "x"})
+    records, _ = run(tmp_path, job, client, stream=True, reasoning=wanted)
+    thoughts = [record["reasoning"] for record in records if "reasoning" in record]
+    assert thoughts == (["Hm.", "Hm."] if wanted else [])
+
+
 def test_after_a_death_the_stream_says_that_it_begins_anew(tmp_path: Path) -> None:
     client = FakeClient()
     deaths = iter([True])

@@ -169,3 +169,19 @@ def test_the_handler_that_was_there_comes_back() -> None:
     with Interrupts().installed():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_thought_is_shown_and_not_kept() -> None:
+    client = FakeClient(lambda request: completion(reasoning="Hm.", reasoning_tokens=1))
+    chat = new_chat(client)
+    assert chat.ask("hi")
+    assert (shown(chat).thought, shown(chat).answers) == ("Hm.", ["t1 t2 t3 "])
+    assert chat.conversation.messages[-1] == {"role": "assistant", "content": "t1 t2 t3 "}
+
+
+def test_a_thought_without_an_answer_is_no_turn() -> None:
+    client = FakeClient(lambda request: completion((), text="", reasoning="Hm.", reasoning_tokens=9))
+    chat = new_chat(client)
+    assert not chat.ask("hi")
+    assert "--thinking-budget" in shown(chat).errors[-1]
+    assert chat.conversation.messages == []

@@ -309,13 +309,13 @@ def test_chat_gets_its_system_message_and_params(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def chat(client: Any, *args: Any) -> int:
-        seen.append(args)
+    def chat(client: Any, *args: Any, show_reasoning: bool) -> int:
+        seen.append((*args, show_reasoning))
         return 0
 
     monkeypatch.setattr(chat_session, "run", chat)
-    assert run("chat", "-m", model, "--system", "s") == 0
-    assert seen == [("m.gguf", DEFAULTS, "s")]
+    assert run("chat", "-m", model, "--system", "s", "--show-reasoning") == 0
+    assert seen == [("m.gguf", DEFAULTS, "s", True)]
 
 
 @pytest.mark.parametrize(("given", "parallel"), [([], 4), (["--parallel", "7"], 7)])
@@ -386,7 +386,7 @@ def test_chat_and_batch_keep_prefixes(
         return 0
 
     monkeypatch.setattr(batch_run, "run", batch)
-    monkeypatch.setattr(chat_session, "run", lambda *args: 0)
+    monkeypatch.setattr(chat_session, "run", lambda *args, **options: 0)
     (tmp_path / "in").write_text("")
     files = [str(tmp_path / "in"), "-o", str(tmp_path / "out")] if command == "batch" else []
     assert run(command, *files, "-m", model, *given) == 0

@@ -109,3 +109,11 @@ def test_engine_flags() -> None:
         "--idle-unload=2.5",
     ]
     assert engine.deciding() == engine.argv()[:8]
+
+
+def test_thinking_flags() -> None:
+    assert sampling_params(GIVEN | {"think": None, "thinking_budget": -1}) == DEFAULTS
+    params = sampling_params(GIVEN | {"think": False, "thinking_budget": 9})
+    assert (params["think"], params["thinking_budget"]) == (False, 9)
+    with pytest.raises(ConfigError, match="thinking_budget is 0"):
+        sampling_params(GIVEN | {"thinking_budget": 0})

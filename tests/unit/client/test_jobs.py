@@ -172,6 +172,7 @@ def test_native_record() -> None:
         "finish_reason": "stop",
         "stop": "END",
         "prompt_tokens": 10,
+        "reasoning": "",
         "cached_tokens": 4,
         "seed": 7,
         "stages": [],
@@ -214,3 +215,38 @@ def test_error_and_delta_records() -> None:
 def test_records_are_one_line_of_utf8_whatever_is_in_them() -> None:
     assert encode_record({"text": "ü\n"}) == '{"text": "ü\\n"}\n'.encode()
     assert json.loads(encode_record({"text": "\ud800"})) == {"text": "\ud800"}
+
+
+def test_thoughts_in_records() -> None:
+    answer = completion((5, 6), reasoning="Hm.", reasoning_tokens=4, reasoning_cut=True)
+    native = Job(line=1, id="a", prompt="x")
+    record = answer_record(native, answer, "m")
+    assert (record["reasoning"], record["reasoning_tokens"], record["reasoning_cut"]) == ("Hm.", 4, True)
+    assert "reasoning" not in answer_record(native, answer, "m", reasoning=False)
+    openai = Job(line=1, id="a", openai=True, messages=USER)
+    body = answer_record(openai, answer, "m")["response"]["body"]
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "reasoning_content": "Hm.",
+        "content": "t5 t6 ",
+    }
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+    hidden = answer_record(openai, answer, "m", reasoning=False)["response"]["body"]
+    assert "reasoning_content" not in hidden["choices"][0]["message"]
+    assert delta_record(native, "", (5,), "H") == {
+        "id": "a",
+        "line": 1,
+        "delta": "",
+        "reasoning": "H",
+        "ids": [5],
+    }
+
+
+def test_thinking_in_jobs() -> None:
+    body = {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}, "thinking_budget": 9}
+    job = parse({"custom_id": "a", "body": body})
+    assert job.params == {"template_args": {"enable_thinking": False}, "thinking_budget": 9}
+    job = parse({"custom_id": "a", "body": {"messages": USER, "enable_thinking": True}})
+    assert job.params == {"think": True}
+    with pytest.raises(BadJob, match="thinking_budget is 0"):
+        parse({"id": "a", "prompt": "x", "params": {"thinking_budget": 0}})

@@ -13,7 +13,7 @@ import pytest
 from slotd.client.oneshot import BUILT_IN, Question, read_prompt, run
 from slotd.client.params import DEFAULTS
 from slotd.protocol.errors import ConfigError
-from tests.fakes.fake_client import FakeClient
+from tests.fakes.fake_client import FakeClient, completion
 
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, *, terminal: bool = False) -> None:
@@ -93,3 +93,25 @@ def test_json_is_one_object_with_the_effective_sampling(capsys: pytest.CaptureFi
     assert found["ids"] == [1, 2, 3]
     assert found["sampling"] == {**DEFAULTS, "seed": 7}
     assert {"finish_reason", "prompt_tokens", "cached_tokens", "seed", "timings", "stop"} <= set(found)
+
+
+@pytest.mark.parametrize(("wanted", "there"), [(None, True), (True, True), (False, False)])
+def test_json_has_the_thought_unless_it_is_hidden(
+    capsys: pytest.CaptureFixture[str], wanted: bool | None, there: bool
+) -> None:
+    client = FakeClient(lambda request: completion(reasoning="Hm.", reasoning_tokens=2))
+    run(client, Question("hi"), {}, as_json=True, show_rates=False, reasoning=wanted)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out).get("reasoning") == ("Hm." if there else None)
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_text_has_no_thought_and_stderr_only_when_it_is_wanted(
+    capsys: pytest.CaptureFixture[str], wanted: bool | None
+) -> None:
+    client = FakeClient(lambda request: completion(reasoning="Hm.", reasoning_tokens=2))
+    run(client, Question("hi"), {}, as_json=False, show_rates=False, reasoning=wanted)
+    captured = capsys.readouterr()
+    assert captured.out == "t1 t2 t3 \n"
+    assert ("Hm." in captured.err) is (wanted is True)

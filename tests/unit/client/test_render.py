@@ -64,3 +64,22 @@ def test_progress_shows_nothing_without_a_terminal(capsys: pytest.CaptureFixture
         progress.update(Counts(done=1))
     Screen(interactive=True).progress(1, 2)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_thought_goes_to_stderr_and_only_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (True, False):
+        screen = Screen(interactive=False, show_reasoning=shown)
+        for piece in ("[b]Hm", "", ", so."):
+            screen.reasoning(piece)
+        screen.answer("Yes.")
+        screen.end_answer()
+        captured = capsys.readouterr()
+        assert captured.out == "Yes.\n"
+        assert captured.err == ("[b]Hm, so.\n\n" if shown else "")
+
+
+def test_a_thought_without_an_answer_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(interactive=False, show_reasoning=True)
+    screen.reasoning("Hm")
+    screen.error("no answer")
+    assert capsys.readouterr() == ("", "Hm\n\nslotd: no answer\n")

@@ -375,7 +375,7 @@ def test_parking_gives_the_weights_back(engine: Engine) -> None:
 
 
 def test_kv_types_that_cannot_be_are_refused(make: Callable[..., Engine]) -> None:
-    with pytest.raises(ConfigError, match="tq3_0 is not in this version"):
+    with pytest.raises(ConfigError, match="V type tq3_0 does not go with K type f32"):
         make(v_type="tq3_0")
     with pytest.raises(ConfigError, match=r"K type q8_0 .* 32 numbers: llama.attention.key_length is 16"):
         make(k_type="q8_0")

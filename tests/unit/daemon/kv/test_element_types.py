@@ -8,7 +8,7 @@ from slotd.daemon.kv.element_types import KV_TYPES, kv_type
 from slotd.daemon.ops.kv_blocks import item_numbers
 from slotd.protocol.errors import ConfigError
 
-SUPPORTED = r"\(supported: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1\)$"
+SUPPORTED = r"\(supported: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, tq3_0\)$"
 
 #: Bytes of 64 numbers.
 SIZES = {
@@ -20,6 +20,7 @@ SIZES = {
     "q4_1": 40,
     "q5_0": 44,
     "q5_1": 48,
+    "tq3_0": 28,
 }
 
 
@@ -34,11 +35,6 @@ def test_pages_hold_the_bytes_of_the_format() -> None:
         assert (kind.name, kind.format.name.lower()) == (name, name)
         assert kind.dtype.itemsize == kind.format.block_bytes
         assert item_numbers(kind.dtype) == kind.format.block_elements
-
-
-def test_the_later_type_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=rf"tq3_0 .* arrives with the qwen models {SUPPORTED}"):
-        kv_type("tq3_0")
 
 
 @pytest.mark.parametrize("name", ["F32", "Q8_0", "q4_k", "i8", ""])
