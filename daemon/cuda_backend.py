@@ -29,7 +29,7 @@ from slotd.protocol.errors import ModelError
 SWITCH_INTERVAL = 1e-4
 
 #: Architectures whose kernels are there.
-ARCHITECTURES = frozenset({"llama"})
+ARCHITECTURES = frozenset({"llama", "qwen3"})
 
 
 class CudaBackend:
@@ -62,7 +62,9 @@ class CudaBackend:
                 f"architecture {h.arch!r} is not supported on a CUDA device in this version "
                 f"(supported: {supported}; --device cpu runs it)"
             )
-        self._shape = AttentionShape(h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type)
+        self._shape = AttentionShape(
+            h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type, gated=h.delta_net is not None
+        )
         self._shape.check()
         return CudaPageStore(
             partial(CudaPages, stream=self.stream), self.memory, h.n_layer, h.n_head_kv, h.head_dim,

@@ -39,8 +39,9 @@ _PAIRS = {"interleaved": 0, "half": 1}
 #: Tiles are worked on one by one, not split by split, while that takes so many rounds of all blocks or fewer.
 SINGLE_ROUNDS = 2
 
-#: Blocks of a multiprocessor that the registers allow, by kernel.
+#: Blocks of a multiprocessor that the registers allow, by kernel, and with eight warps instead of four.
 _NARROW_BLOCKS, _WIDE_BLOCKS = 3, 2
+_NARROW_BLOCKS_256, _WIDE_BLOCKS_256 = 2, 1
 
 #: Static shared memory and what the driver keeps for itself, bytes for each block.
 _SHARED_OVERHEAD = 2048
@@ -115,7 +116,10 @@ def _offsets(layout: BatchLayout, shape: AttentionShape) -> tuple[int, int, int]
 class _Heads(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("q", "out", "page_k", "page_v", "k_layer", "v_layer")),
-        *((name, ctypes.c_int32) for name in ("q_stride", "n_head", "n_head_kv", "k_type", "v_type")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("q_stride", "q_head", "n_head", "n_head_kv", "k_type", "v_type")
+        ),
         ("factor", ctypes.c_float),
     )
 
@@ -160,6 +164,7 @@ _ROPE_POINTERS = (
 )
 _ROPE_NUMBERS = (
     "stride",
+    "q_head",
     "n_head",
     "n_head_kv",
     "head_dim",
@@ -225,7 +230,7 @@ class CudaAttention:
         """Rotate q (in place) and k of every row, and store k and v at the rows' places.
 
         Args:
-            qkv: address of float32 [rows, qkv_width]: query heads, key heads, value heads.
+            qkv: address of float32 [rows, qkv_width]: query heads (and gates), key heads, value heads.
             angles: address of float32 [positions, dims / 2, 2], cos and sin.
             dims: numbers of a head that turn.
         """
@@ -241,6 +246,7 @@ class CudaAttention:
             k_layer=layer * self._k_layer_bytes,
             v_layer=layer * self._v_layer_bytes,
             stride=shape.qkv_width,
+            q_head=shape.query_stride,
             n_head=shape.n_head,
             n_head_kv=shape.n_head_kv,
             head_dim=shape.head_dim,
@@ -308,9 +314,9 @@ class CudaAttention:
             n_stages=n_stages,
         )
         grid = min(layout.entries * shape.n_head_kv, self._limits.multiprocessors * per_multiprocessor)
-        name = f"attention_{'wide' if wide else 'narrow'}_{self._kind}_{shape.head_dim}"
-        self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
-        combine = self._find(f"attention_combine_{shape.head_dim}")
+        step = self._kernel("attention_wide" if wide else "attention_narrow", self._kind)
+        step.launch(grid, shape.threads, (args,), smem=shared, stream=stream, pdl=True)
+        combine = self._kernel("attention_combine")
         grid_of_results = (shape.value_dim // 32, shape.n_head, layout.rows)
         combine.launch(grid_of_results, THREADS, (args,), stream=stream, pdl=True)
 
@@ -327,10 +333,16 @@ class CudaAttention:
 
     def step_resources(self, wide: bool) -> tuple[int, int, int]:
         """Of a step kernel: stages of its pipeline, bytes of dynamic shared memory, blocks an SM."""
-        queries, most = (WIDE_QUERIES, _WIDE_BLOCKS) if wide else (NARROW_QUERIES, _NARROW_BLOCKS)
-        fixed = queries * (2 * self.shape.head_dim + 4) + NARROW_QUERIES * (2 * TILE + 4 * THREADS // 32)
-        fixed += self._unpacked_bytes()
-        stage = TILE * (self.shape.k_row_bytes + self.shape.v_row_bytes)
+        shape = self.shape
+        narrow_most, most = _NARROW_BLOCKS, _WIDE_BLOCKS
+        if shape.head_dim == 256:
+            narrow_most, most = _NARROW_BLOCKS_256, _WIDE_BLOCKS_256
+        queries = WIDE_QUERIES
+        if not wide:
+            queries, most = NARROW_QUERIES, narrow_most
+        fixed = queries * (2 * shape.head_dim + 4) + NARROW_QUERIES * (2 * TILE + 4 * shape.threads // 32)
+        fixed += shape.unpacked_bytes(keys=wide or shape.head_dim != 256)
+        stage = TILE * (shape.k_row_bytes + shape.v_row_bytes)
         for blocks in range(most, 0, -1):
             budget = self._limits.shared_per_multiprocessor // blocks - _SHARED_OVERHEAD
             budget = min(budget, self._limits.shared_per_block)
@@ -352,15 +364,15 @@ class CudaAttention:
             blocks=batch.at("entries"),
         )
         shared = PROMPT_BLOCK_ROWS * 2 * shape.head_dim + 2 * TILE * (shape.k_row_bytes + shape.v_row_bytes)
-        shared += self._unpacked_bytes()
+        shared += shape.unpacked_bytes()
         if shared > self._limits.shared_per_block:
             raise ConfigError(
                 f"prompt attention needs {shared} bytes of shared memory for a block, "
                 f"the device has {self._limits.shared_per_block}"
             )
         grid = (shape.n_head, batch.n_entries)
-        name = f"attention_prompt_{self._kind}_{shape.head_dim}"
-        self._find(name).launch(grid, THREADS, (args,), smem=shared, stream=stream, pdl=True)
+        prompt = self._kernel("attention_prompt", self._kind)
+        prompt.launch(grid, shape.threads, (args,), smem=shared, stream=stream, pdl=True)
 
     def attention_plain(
         self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float, stream: Any = None
@@ -380,11 +392,14 @@ class CudaAttention:
         grid = (shape.n_head, batch.n_rows)
         self._find("attention_plain").launch(grid, TILE, (args,), stream=stream, pdl=True)
 
-    def _unpacked_bytes(self) -> int:
-        """Shared memory for tiles of halves made from other types."""
-        return sum(
-            TILE * 2 * self.shape.head_dim for t in (self.shape.k_type, self.shape.v_type) if t != "f16"
-        )
+    def _kernel(self, what: str, kind: str = "") -> Kernel:
+        if self.shape.head_dim == 256:
+            return self.attention_256(what.removeprefix("attention_"))
+        return self._find("_".join(filter(None, (what, kind, str(self.shape.head_dim)))))
+
+    def attention_256(self, what: str) -> Kernel:
+        """narrow, wide, combine or prompt for heads of 256 numbers; all K/V types have the same."""
+        return self._find(f"attention_256_{what}")
 
     def _heads(self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float) -> _Heads:
         shape = self.shape
@@ -396,6 +411,7 @@ class CudaAttention:
             k_layer=layer * self._k_layer_bytes,
             v_layer=layer * self._v_layer_bytes,
             q_stride=shape.qkv_width,
+            q_head=shape.query_stride,
             n_head=shape.n_head,
             n_head_kv=shape.n_head_kv,
             k_type=KV_TYPE_NUMBERS[shape.k_type],

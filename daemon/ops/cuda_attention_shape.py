@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.cuda_batch import NARROW_QUERIES
 from slotd.protocol.errors import ConfigError
 
@@ -14,7 +15,7 @@ _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34, "q4_0": 18, "q4_1": 20
 _BLOCK_TYPES = frozenset({"q8_0", "q4_0", "q4_1", "q5_0", "q5_1"})
 
 #: Head widths of the tensor-core kernels; the plain one (f32) takes any up to MOST_PLAIN_DIMS.
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 MOST_PLAIN_DIMS = 256
 
 #: Query heads of a kv head: a row's group has to fit one product.
@@ -28,7 +29,10 @@ def row_bytes(kv_type: str, dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of a model and how its K and V are stored."""
+    """Heads of a model and how its K and V are stored.
+
+    gated: behind each query of a row stand head_dim numbers of its gate.
+    """
 
     n_head: int
     n_head_kv: int
@@ -36,6 +40,11 @@ class AttentionShape:
     value_dim: int
     k_type: str
     v_type: str
+    gated: bool = False
+
+    def with_gates(self) -> AttentionShape:
+        """The same heads in rows with gates."""
+        return replace(self, gated=True)
 
     @property
     def plain(self) -> bool:
@@ -58,9 +67,24 @@ class AttentionShape:
         return row_bytes(self.v_type, self.value_dim)
 
     @property
+    def query_stride(self) -> int:
+        """Numbers from one query of a row to the next."""
+        return self.head_dim * (2 if self.gated else 1)
+
+    @property
     def qkv_width(self) -> int:
         """Numbers in a row of q, k and v."""
-        return (self.n_head + self.n_head_kv) * self.head_dim + self.n_head_kv * self.value_dim
+        return self.n_head * self.query_stride + self.n_head_kv * (self.head_dim + self.value_dim)
+
+    @property
+    def threads(self) -> int:
+        """Of a block of the tensor-core kernels."""
+        return 256 if self.head_dim == 256 else 128
+
+    def unpacked_bytes(self, *, keys: bool = True) -> int:
+        """Shared memory for tiles of halves made of quantised values and, where asked for, keys."""
+        types = (self.k_type, self.v_type) if keys else (self.v_type,)
+        return sum(TILE * 2 * self.head_dim for kv_type in types if kv_type in _BLOCK_TYPES)
 
     def check(self) -> None:
         """Raises ConfigError for types and heads that no kernel here takes, with the limit."""
@@ -81,10 +105,10 @@ class AttentionShape:
                     )
             return
         if self.head_dim != self.value_dim or self.head_dim not in HEAD_DIMS:
-            widths = " and ".join(map(str, HEAD_DIMS))
+            widths = ", ".join(map(str, HEAD_DIMS))
             raise ConfigError(
                 f"key heads of {self.head_dim} and value heads of {self.value_dim} numbers: "
-                f"CUDA attention takes equal ones of {widths} (or --ctk f32)"
+                f"CUDA attention takes equal ones, {widths} (or --ctk f32)"
             )
         if self.per_group > MOST_PER_GROUP:
             raise ConfigError(

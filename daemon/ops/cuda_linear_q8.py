@@ -1,6 +1,6 @@
 """Linear layers on the GPU for rows of 8-bit whole numbers, a scale for each 32 (``--math q8``).
 
-For the rows of steps, where what counts is the time that weights take. One order of sums for any number of rows.
+For the rows of steps, where the time that weights take is what counts. One order of sums for any of them.
 """
 
 from __future__ import annotations

@@ -136,6 +136,10 @@ class CudaOps:
         prepared = cuda_prepare.swiglu(self.memory, gate_up, self._kind(weight))
         self._multiply(prepared, weight, x, add=True)
 
+    def add_gated_linear(self, x: Any, y: Any, qkv: Any, heads: Heads, weight: Matrix) -> None:
+        prepared = cuda_prepare.gate(self.memory, y, qkv, heads.head_dim, self._kind(weight))
+        self._multiply(prepared, weight, x, add=True)
+
     def _multiply(self, x: Rows, weight: Matrix, y: Any, *, add: bool) -> None:
         if self._cublas is not None and isinstance(x, Prepared) and self._cublas.suits(x, weight):
             self._cublas.multiply(x, weight, y, add=add)

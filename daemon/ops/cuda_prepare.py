@@ -72,6 +72,14 @@ def prepare(memory: Ledger, x: Any, kind: RowKind = RowKind.HALVES) -> Rows:
     return out
 
 
+def gate(memory: Ledger, y: Any, qkv: Any, head_dim: int, kind: RowKind = RowKind.HALVES) -> Rows:
+    """y * sigmoid(gate), prepared. y: float32 [n, heads * head_dim]; qkv: [n, m], gates behind queries."""
+    n, width = y.shape
+    out = room(memory, kind, n, width)
+    _launch("gate", out, width, (y, qkv, qkv.strides[0] // 4, head_dim, width))
+    return out
+
+
 def rounds_for(width: int) -> int:
     """Segments that a warp takes of a row.
 

@@ -28,7 +28,14 @@ from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
 from tests.bench.gpu_linear import copy_bandwidth, median_us
 
-HEADS = {"23b": (40, 8, 128), "smollm": (9, 3, 64)}
+HEADS = {"23b": (40, 8, 128), "smollm": (9, 3, 64), "27b": (24, 4, 256)}
+
+STEP_DEPTHS = (40, 100, 4096, 32768, 131072)
+PROMPTS = ((512, 512), (2048, 2048), (2048, 8192), (2048, 32768))
+
+#: Of 27b other depths, and other contexts: as its issue asks for them.
+STEP_DEPTHS_27B = (100, 2048, 32768, 131072)
+PROMPTS_27B = ((2048, 2048), (2048, 10240), (2048, 34816))
 CACHE_BYTES = 200 << 20
 MOST_LAYERS = 256
 
@@ -104,7 +111,8 @@ class Call:
         rng = np.random.default_rng(1)
         self.qkv = cupy.asarray(rng.standard_normal((len(rows), shape.qkv_width), dtype=np.float32))
         self.out = cupy.empty((len(rows), shape.n_head * shape.value_dim), np.float32)
-        self.angles = cupy.zeros((context, shape.head_dim // 2, 2), np.float32)
+        self.dims = 64 if shape.head_dim == 256 else shape.head_dim  # that turn
+        self.angles = cupy.zeros((context, self.dims // 2, 2), np.float32)
         if step:
             self.held = cupy.zeros(StepSpace.nbytes(layout, shape), cupy.uint8)
             self.space = StepSpace.at(self.held.data.ptr, layout, shape)
@@ -121,7 +129,7 @@ class Call:
             self.qkv.data.ptr,
             self.batch,
             self.angles.data.ptr,
-            self.shape.head_dim,
+            self.dims,
             "half",
         )
 
@@ -152,9 +160,12 @@ def tree_parents(n: int) -> list[int]:
 
 
 def steps(report: Report) -> None:
-    for heads, kv_type in (("23b", "f16"), ("23b", "q8_0"), ("smollm", "f16"), ("23b", "q4_0")):
+    for heads, kv_type in (
+        ("27b", "q8_0"), ("27b", "f16"), ("27b", "q4_0"),
+        ("23b", "f16"), ("23b", "q8_0"), ("smollm", "f16"), ("23b", "q4_0"),
+    ):  # fmt: skip
         shape = AttentionShape(*HEADS[heads], HEADS[heads][2], kv_type, kv_type)
-        for depth in (40, 100, 4096, 32768, 131072):
+        for depth in STEP_DEPTHS_27B if heads == "27b" else STEP_DEPTHS:
             name = f"step {heads} {kv_type} depth {depth}"
             if not report.wanted(name):
                 continue
@@ -173,9 +184,15 @@ def steps(report: Report) -> None:
 
 
 def prompts(report: Report) -> None:
-    for heads, kv_type in (("23b", "f16"), ("23b", "q8_0"), ("smollm", "f16")):
+    for heads, kv_type in (
+        ("27b", "q8_0"),
+        ("27b", "f16"),
+        ("23b", "f16"),
+        ("23b", "q8_0"),
+        ("smollm", "f16"),
+    ):
         shape = AttentionShape(*HEADS[heads], HEADS[heads][2], kv_type, kv_type)
-        for n, end in ((512, 512), (2048, 2048), (2048, 8192), (2048, 32768)):
+        for n, end in PROMPTS_27B if heads == "27b" else PROMPTS:
             name = f"prompt {heads} {kv_type} rows {n} context {end}"
             if not report.wanted(name):
                 continue
@@ -192,8 +209,8 @@ def prompts(report: Report) -> None:
 
 
 def stores(report: Report) -> None:
-    for heads, kv_type in (("23b", "f16"), ("23b", "q8_0"), ("smollm", "f16")):
-        shape = AttentionShape(*HEADS[heads], HEADS[heads][2], kv_type, kv_type)
+    for heads, kv_type in (("27b", "q8_0"), ("23b", "f16"), ("23b", "q8_0"), ("smollm", "f16")):
+        shape = AttentionShape(*HEADS[heads], HEADS[heads][2], kv_type, kv_type, gated=heads == "27b")
         pages = Pages.make(shape, 4096)
         for n in (1, 23, 2048):
             name = f"store {heads} {kv_type} rows {n}"

@@ -1,4 +1,4 @@
-"""Times of the products with rows of whole numbers: ``python -m tests.bench.gpu_linear_q8``, as gpu_linear.py."""
+"""Times of products with rows of whole numbers: ``python -m tests.bench.gpu_linear_q8``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def time_both(type_name: str, shape: str, n: int, copy: float) -> None:
         )
         times.append(us)
     share = first.nbytes / times[0] / copy * 1e8
-    print(f"{type_name:6} {shape:14} n={n:<3} {times[0]:8.2f} us {share:5.1f} % of copy  exact {times[1]:8.2f} us",
-          flush=True)  # fmt: skip
+    figures = f"{times[0]:8.2f} us {share:5.1f} % of copy  exact {times[1]:8.2f} us"
+    print(f"{type_name:6} {shape:14} n={n:<3} {figures}", flush=True)
 
 
 def main() -> None:

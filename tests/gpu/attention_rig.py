@@ -117,9 +117,10 @@ class Rig:
         placed = Placed(self, calls)
         layout, batch, host = placed.pack(step, bucket, context)
         q = np.full((layout.rows if step else len(placed.rows), self.shape.qkv_width), np.nan, np.float32)
-        n_q = self.shape.n_head * self.shape.head_dim
-        q[: len(placed.rows), :n_q] = np.concatenate([call.q for call in calls]).reshape(-1, n_q)
-        q[len(placed.rows) :, :n_q] = 0
+        n_q = self.shape.n_head * self.shape.query_stride
+        by_head = q[:, :n_q].reshape(len(q), self.shape.n_head, -1)[..., : self.shape.head_dim]
+        by_head[: len(placed.rows)] = np.concatenate([call.q for call in calls])
+        by_head[len(placed.rows) :] = 0
         out = np.full((len(q), self.shape.n_head * self.shape.value_dim), np.nan, np.float32)
         blocks = [self.device.upload(x) for x in (q, out)]
         space, _held = self.space(layout) if step else (None, None)

@@ -24,23 +24,27 @@ class BrokenFold:
         file: its name.
         replacements: text that stands in it once -> what stands there instead.
         left_out: lines of entry points that are not compiled, as a pattern: it is quicker.
+        entries: the file with these lines, where it is another one.
     """
 
     file: str
     replacements: dict[str, str]
     left_out: str
+    entries: str = ""
 
-    def text(self) -> str:
-        """The broken source. Raises ValueError when the source has changed and the break no longer fits."""
-        text = (FOLDER / self.file).read_text(encoding="utf-8")
+    def texts(self) -> dict[str, str]:
+        """The broken sources. Raises ValueError when a source has changed and the break no longer fits."""
+        entries = self.entries or self.file
+        texts = {file: (FOLDER / file).read_text(encoding="utf-8") for file in (self.file, entries)}
         for old, new in self.replacements.items():
-            if text.count(old) != 1:
-                raise ValueError(f"{self.file}: {old!r} is there {text.count(old)} times, not once")
-            text = text.replace(old, new)
-        text, n = re.subn(self.left_out, "", text, flags=re.MULTILINE)
+            count = texts[self.file].count(old)
+            if count != 1:
+                raise ValueError(f"{self.file}: {old!r} is there {count} times, not once")
+            texts[self.file] = texts[self.file].replace(old, new)
+        texts[entries], n = re.subn(self.left_out, "", texts[entries], flags=re.MULTILINE)
         if not n:
-            raise ValueError(f"{self.file}: no line is {self.left_out!r}")
-        return text
+            raise ValueError(f"{entries}: no line is {self.left_out!r}")
+        return texts
 
 
 _OTHER_FORMATS = r"^ENTRIES\((?!u4_h32).*\n"
@@ -53,7 +57,7 @@ BROKEN_FOLDS = {
         "linear.cu", {"from[i * OF_ONE]": "from[(NT == 1 ? i : count - 1 - i) * OF_ONE]"}, _OTHER_FORMATS
     ),
     "splits": BrokenFold(
-        "attention.cu",
+        "attention_step.cuh",
         {
             "sum = __fmaf_rn(weights[i].x, sums[i][lane], sum);": (
                 "const int at = gridDim.z == 1 ? i : n - 1 - i;\n"
@@ -64,9 +68,10 @@ BROKEN_FOLDS = {
             ),
         },
         _OTHER_HEADS,
+        "attention.cu",
     ),
     "tiles": BrokenFold(
-        "attention.cu",
+        "attention_step.cuh",
         {
             "x[i] = __ldcg(part_sums + (first + i) * stride);": (
                 "const int at = first + (gridDim.z == 1 ? i : count - 1 - i);\n"
@@ -77,6 +82,7 @@ BROKEN_FOLDS = {
             ),
         },
         _OTHER_HEADS,
+        "attention.cu",
     ),
 }
 
@@ -86,7 +92,8 @@ def copy_sources(folder: Path, broken: BrokenFold | None) -> None:
     for source in (*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")):
         shutil.copy(source, folder)
     if broken is not None:
-        (folder / broken.file).write_text(broken.text(), encoding="utf-8")
+        for file, text in broken.texts().items():
+            (folder / file).write_text(text, encoding="utf-8")
 
 
 @contextmanager

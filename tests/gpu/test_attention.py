@@ -11,6 +11,9 @@ from slotd.daemon.ops.cuda_attention_shape import AttentionShape
 from tests.gpu.attention_rig import Call, CupyDevice, Rig, Timeline, path_to, queries, random_parents
 
 SHAPES = {"smollm": (9, 3, 64), "23b": (40, 8, 128), "one": (1, 1, 128), "mqa": (16, 1, 64)}
+
+#: Tested by test_attention_256.py.
+WIDE_HEADS = {"27b": (24, 4, 256), "4b": (16, 4, 256), "0.8b": (8, 2, 256)}
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 500, 511, 512, 513, 1025, 5000)
 
@@ -18,7 +21,7 @@ CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 500, 511, 512, 513, 1025, 5000)
 def make_rig(
     shape: str, k_type: str = "f16", v_type: str = "f16", device: object = None, seed: int = 0
 ) -> Rig:
-    n_head, n_head_kv, dim = SHAPES[shape]
+    n_head, n_head_kv, dim = (SHAPES | WIDE_HEADS)[shape]
     return Rig(AttentionShape(n_head, n_head_kv, dim, dim, k_type, v_type), device or CupyDevice(), seed)
 
 

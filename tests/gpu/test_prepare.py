@@ -54,6 +54,19 @@ def test_swiglu(memory, width) -> None:
     close(unpack(cuda_prepare.swiglu(memory, cupy.asarray(gate_up)), width), gate / (1 + np.exp(-gate)) * up)
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(8, 256), (24, 256), (9, 64)])
+def test_gate(memory, heads, dim) -> None:
+    rng = np.random.default_rng(4)
+    y = rng.standard_normal((5, heads * dim)).astype(np.float32)
+    qkv = rng.standard_normal((5, 2 * heads * dim + 4 * dim)).astype(np.float32) * 4
+    qkv[1, dim : 2 * dim] = np.linspace(-200, 200, dim)
+    gates = qkv[:, : 2 * heads * dim].reshape(5, heads, 2, dim)[:, :, 1].reshape(5, -1).astype(np.float64)
+    close(
+        unpack(cuda_prepare.gate(memory, cupy.asarray(y), cupy.asarray(qkv), dim), heads * dim),
+        y / (1 + np.exp(-gates)),
+    )
+
+
 def test_rows_that_are_not_finite_stay_so_and_alone(memory) -> None:
     x = np.ones((3, 576), np.float32)
     x[1, 7] = np.nan

@@ -89,7 +89,7 @@ def expected_bytes(x: np.ndarray, name: str) -> np.ndarray:
 @pytest.mark.parametrize("kv_type", KV_TYPE_NUMBERS)
 @pytest.mark.parametrize(
     ("shape_name", "dims", "style"),
-    [("smollm", 64, "interleaved"), ("23b", 128, "half"), ("23b", 48, "half")],
+    [("smollm", 64, "interleaved"), ("23b", 128, "half"), ("23b", 48, "half"), ("0.8b", 64, "half")],
 )
 def test_rotation_and_stored_bytes(kv_type: str, shape_name: str, dims: int, style: str) -> None:
     other = {"q8_0": "q4_1", "q4_0": "q5_1"}.get(kv_type, kv_type)
@@ -116,6 +116,33 @@ def test_rotation_and_stored_bytes(kv_type: str, shape_name: str, dims: int, sty
     before, after = np.concatenate(placed.images), np.concatenate(launch.images)
     most = n * shape.n_head_kv * (shape.k_row_bytes + shape.v_row_bytes)
     assert (before != after).sum() <= most, "other places were written"
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "q8_0", "q4_0"])
+def test_gated_heads_that_turn_in_part(kv_type: str) -> None:
+    """256 numbers, of which 64 turn, with norms; the gates stay as they are."""
+    rig = make_rig("0.8b", kv_type, kv_type)
+    gated = Rig(rig.shape.with_gates(), rig.device)
+    n, shape, rng = 5, gated.shape, np.random.default_rng(6)
+    placed = Placed(gated, [make_call(gated, 61, n, 3)])
+    qkv = rng.standard_normal((n, shape.qkv_width)).astype(np.float32)
+    weights = {name: rng.uniform(0.5, 2, 256).astype(np.float32) for name in ("q", "k")}
+    launch = Launch(gated, placed, qkv, 64, "half", **weights)
+    n_q, keys_end = shape.n_head * 512, shape.n_head * 512 + shape.n_head_kv * 256
+    _, v = stored_rows(gated, placed, launch.images, n)
+    assert_same_bits(launch.after[:, n_q:].copy(), qkv[:, n_q:].copy(), "k and v in the input")
+    before, after = (x[:, :n_q].reshape(n, shape.n_head, 2, 256) for x in (qkv, launch.after))
+    assert_same_bits(after[:, :, 1].copy(), before[:, :, 1].copy(), "gates")
+    # The same heads without gates give the same.
+    plain = np.concatenate([before[:, :, 0].reshape(n, -1), qkv[:, n_q:]], axis=1)
+    same = Launch(rig, Placed(rig, [make_call(rig, 61, n, 3)]), plain, 64, "half", **weights)
+    assert_same_bits(after[:, :, 0].reshape(n, -1), same.after[:, : n_q // 2].copy(), "queries")
+    assert all((a == b).all() for a, b in zip(launch.images, same.images, strict=True)), "stored"
+    normed = (
+        before[:, :, 0] / np.sqrt((before[:, :, 0] ** 2).mean(axis=-1, keepdims=True) + 1e-5) * weights["q"]
+    )
+    assert_close(after[:, :, 0], rotated(normed, 61 + np.arange(n), 64, "half"), 1e-5)
+    assert (v == expected_bytes(qkv[:, keys_end:].reshape(n, shape.n_head_kv, -1), kv_type)).all()
 
 
 def test_norms_of_heads() -> None:

@@ -7,13 +7,14 @@
 
 // What does not change inside a call of a layer.
 struct Heads {
-    const float* q;  // row r, head h at q + r q_stride + h D, rotated
+    const float* q;  // row r, head h at q + r q_stride + h q_head, rotated
     float* out;      // [rows][n_head][D]
     const u64* page_k;  // addresses of layer 0, head 0, place 0
     const u64* page_v;
     u64 k_layer;  // bytes to this layer
     u64 v_layer;
     int q_stride;
+    int q_head;
     int n_head;
     int n_head_kv;
     int k_type;
@@ -23,10 +24,13 @@ struct Heads {
     DEVICE int per_group() const { return n_head / n_head_kv; }
 };
 
-// N = 2 or 4 neighbouring numbers in one load, or zeros.
+// N = 2, 4 or 8 neighbouring numbers in one load, or zeros.
 template <int N>
 DEVICE void load_floats(float x[N], const float* source, bool there) {
-    if constexpr (N == 4) {
+    if constexpr (N == 8) {
+        load_floats<4>(x, source, there);
+        load_floats<4>(x + 4, source + 4, there);
+    } else if constexpr (N == 4) {
         float4 v = there ? *reinterpret_cast<const float4*>(source) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
     } else {
@@ -36,15 +40,16 @@ DEVICE void load_floats(float x[N], const float* source, bool there) {
 }
 
 // One head's queries of `count` rows (row m of the tile is head first_head + m % per_row of row first_row + m / per_row)
-// as halves [count][D] swizzled and their factors, by whole warps; rows up to `padded` become zeros.
+// as halves [count][D] swizzled and their factors, by whole warps; rows up to `padded` become zeros. paired: in the order
+// of pair_up, of 256 numbers.
 template <int D>
-DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first_row, int first_head, int per_row, int count, int padded) {
+DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first_row, int first_head, int per_row, int count, int padded, bool paired = false) {
     constexpr int N = D / WARP;  // numbers a lane
     const int lane = threadIdx.x % WARP, n_warps = blockDim.x / WARP;
 #pragma unroll 4
     for (int m = threadIdx.x / WARP; m < padded; m += n_warps) {
         float x[N];
-        const float* source = heads.q + static_cast<u64>(first_row + m / per_row) * heads.q_stride + (first_head + m % per_row) * D + lane * N;
+        const float* source = heads.q + static_cast<u64>(first_row + m / per_row) * heads.q_stride + (first_head + m % per_row) * heads.q_head + lane * N;
         float largest = 0.0f;
         load_floats<N>(x, source, m < count);
 #pragma unroll
@@ -55,9 +60,15 @@ DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first
         half y[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = __float2half_rn(__fmul_rn(x[i], power_of_two(e)));
-        u8* target = tile + chunk_byte<D>(m, lane * N / 8) + lane * N % 8 * 2;
+        if (D == 256 && paired) {  // the lane has half of 16 numbers
 #pragma unroll
-        for (int i = 0; i < N; i += 2) *reinterpret_cast<half2*>(target + 2 * i) = __halves2half2(y[i], y[i + 1]);
+            for (int i = 0; i < N; i += 2)
+                *reinterpret_cast<half2*>(tile + chunk_byte<D>(m, lane / 2 * 2 + i / 2 % 2) + lane % 2 * 8 + i / 4 * 4) = __halves2half2(y[i], y[i + 1]);
+        } else {
+            u8* target = tile + chunk_byte<D>(m, lane * N / 8) + lane * N % 8 * 2;
+#pragma unroll
+            for (int i = 0; i < N; i += 2) *reinterpret_cast<half2*>(target + 2 * i) = __halves2half2(y[i], y[i + 1]);
+        }
         if (lane == 0) factors[m] = __fmul_rn(heads.factor, power_of_two(-e));
     }
 }

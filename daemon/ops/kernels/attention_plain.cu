@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(TILE) attention_plain(const Plain a
     const int committed = a.ancestors ? a.committed[sequence] : position + 1;
     const u8* ancestors = a.ancestors ? a.ancestors + row * 64 : nullptr;
     const Path k_path = {heads.page_k + first_page, ancestors, committed}, v_path = {heads.page_v + first_page, ancestors, committed};
-    for (int i = thread; i < a.head_dim; i += TILE) query[i] = heads.q[static_cast<u64>(row) * heads.q_stride + head * a.head_dim + i];
+    for (int i = thread; i < a.head_dim; i += TILE) query[i] = heads.q[static_cast<u64>(row) * heads.q_stride + head * heads.q_head + i];
 
     float o[MOST_DIMS / TILE] = {}, l = 0.0f, peak = -INF;
     for (int tile = 0; tile <= position / TILE; ++tile) {

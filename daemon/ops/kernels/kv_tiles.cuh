@@ -7,7 +7,10 @@
 #include "portable.cuh"
 
 constexpr int TILE = 64;
-constexpr int TILE_THREADS = 128;  // load and unpack tiles together, all of a block
+
+// Threads that load and unpack tiles of heads of D numbers together: all of a block.
+template <int D>
+constexpr int TILE_THREADS = D == 256 ? 256 : 128;
 
 enum KvType { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1 };
 
@@ -25,6 +28,9 @@ DEVICE int kv_item_bytes(int type) {
     }
 }
 
+// Types of 16 bits lie in shared memory as halves do: bf16 is converted where it is.
+DEVICE bool is_16_bit(int type) { return type == KV_F16 || type == KV_BF16; }
+
 DEVICE int kv_row_bytes(int type, int dim) { return kv_item_bytes(type) * (type <= KV_BF16 ? dim : dim / 32); }
 
 // Byte of chunk `chunk` of row `row` in a swizzled tile of halves [rows][D].
@@ -35,23 +41,24 @@ DEVICE int chunk_byte(int row, int chunk) {
 
 // ----- global to shared memory
 
-// The first n_rows rows of a tile; the others become zeros. f16 goes to its swizzled place, other types stay raw.
+// The first n_rows rows of a tile; the others become zeros. 16 bits go to their swizzled place, other types stay raw.
 template <int D>
 DEVICE void load_tile(u8* target, const u8* source, int type, int row_bytes, int n_rows) {
+    constexpr int THREADS = TILE_THREADS<D>;
     const int thread = threadIdx.x;
-    if (type == KV_F16) {
-        constexpr int ROWS = TILE_THREADS / (D / 8);  // a multiple of 8: the swizzle of a thread's chunks is one
+    if (is_16_bit(type)) {
+        constexpr int ROWS = THREADS / (D / 8);  // a multiple of 8: the swizzle of a thread's chunks is one
         const int row = thread / (D / 8);
         target += chunk_byte<D>(row, thread % (D / 8));
         source += thread * 16;
 #pragma unroll
         for (int i = 0; i < TILE / ROWS; ++i)
-            cp_async16_or_zero(target + i * ROWS * 2 * D, source + i * TILE_THREADS * 16, row + i * ROWS < n_rows);
+            cp_async16_or_zero(target + i * ROWS * 2 * D, source + i * THREADS * 16, row + i * ROWS < n_rows);
         return;
     }
     const int valid = n_rows * row_bytes;
 #pragma unroll 4
-    for (int byte = thread * 16; byte < TILE * row_bytes; byte += TILE_THREADS * 16)
+    for (int byte = thread * 16; byte < TILE * row_bytes; byte += THREADS * 16)
         cp_async16_front(target + byte, source + byte, max(0, min(16, valid - byte)));
 }
 
@@ -71,8 +78,8 @@ struct Path {
 // As load_tile, each row from its own place. Rows of raw types are multiples of 4 bytes.
 template <int D>
 DEVICE void gather_tile(u8* target, const Path& path, int tile, u64 offset, int type, int row_bytes, int n_rows) {
-    if (type == KV_F16) {
-        for (int c = threadIdx.x; c < TILE * D / 8; c += TILE_THREADS) {
+    if (is_16_bit(type)) {
+        for (int c = threadIdx.x; c < TILE * D / 8; c += TILE_THREADS<D>) {
             int row = c / (D / 8), chunk = c % (D / 8);
             const u8* source = path.row(tile * TILE + min(row, n_rows - 1), offset, row_bytes);
             cp_async16_or_zero(target + chunk_byte<D>(row, chunk), source + chunk * 16, row < n_rows);
@@ -80,7 +87,7 @@ DEVICE void gather_tile(u8* target, const Path& path, int tile, u64 offset, int 
         return;
     }
     const int words = row_bytes / 4;
-    for (int w = threadIdx.x; w < TILE * words; w += TILE_THREADS) {
+    for (int w = threadIdx.x; w < TILE * words; w += TILE_THREADS<D>) {
         int row = w / words;
         const u8* source = path.row(tile * TILE + min(row, n_rows - 1), offset, row_bytes);
         cp_async4_or_zero(target + w * 4, source + (w - row * words) * 4, row < n_rows);
@@ -123,21 +130,30 @@ DEVICE uint2 scaled(u32 bytes, half2 offset, half2 d, half2 m, bool with_minimum
 // Bits 0..3 to bit 4 of bytes 0..3.
 DEVICE u32 fifth_bits(u32 four) { return ((four & 15u) * 0x00204081u & 0x01010101u) << 4; }
 
-// A block of 32 numbers, raw at `source`, as 64 bytes of halves.
+// What a block of q4_0, q4_1, q5_0 or q5_1 says of its numbers.
+struct Nibbles {
+    const u8* at;  // 16 bytes: number j in the low half of byte j, number j + 16 in the high one
+    u32 fifth;
+    half2 m, offset;
+    bool with_minimum;
+
+    DEVICE Nibbles(const u8* source, int type) {
+        const bool with_fifth = type >= KV_Q5_0;
+        with_minimum = type == KV_Q4_1 || type == KV_Q5_1;
+        m = half_pair(source + (with_minimum ? 2 : 0));
+        at = source + (with_minimum ? 4 : 2);
+        fifth = 0;
+        if (with_fifth) {
+            fifth = *reinterpret_cast<const u16*>(at) | *reinterpret_cast<const u16*>(at + 2) << 16;
+            at += 4;
+        }
+        offset = __float2half2_rn(1024.0f + (with_minimum ? 0.0f : with_fifth ? 16.0f : 8.0f));
+    }
+};
+
+// A block of 32 numbers of a quantised type, raw at `source`, as 64 bytes of halves.
 DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
     u32* out = reinterpret_cast<u32*>(halves);
-    if (type == KV_BF16) {
-        const uint4* chunks = reinterpret_cast<const uint4*>(source);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            uint4 c = chunks[i];
-            const u32 pairs[4] = {c.x, c.y, c.z, c.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                out[4 * i + j] = as_u32(__floats2half2_rn(__uint_as_float(pairs[j] << 16), __uint_as_float(pairs[j] & 0xffff0000u)));
-        }
-        return;
-    }
     const half2 d = half_pair(source);
     if (type == KV_Q8_0) {
         u32 words[8];
@@ -151,21 +167,13 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
         }
         return;
     }
-    const bool with_minimum = type == KV_Q4_1 || type == KV_Q5_1, with_fifth = type >= KV_Q5_0;
-    const half2 m = with_minimum ? half_pair(source + 2) : d;
-    const u8* at = source + (with_minimum ? 4 : 2);
-    u32 fifth = 0;
-    if (with_fifth) {
-        fifth = *reinterpret_cast<const u16*>(at) | *reinterpret_cast<const u16*>(at + 2) << 16;
-        at += 4;
-    }
-    const half2 offset = __float2half2_rn(1024.0f + (with_minimum ? 0.0f : with_fifth ? 16.0f : 8.0f));
+    const Nibbles block(source, type);
     u32 words[4];
-    load_words<4>(words, at);
+    load_words<4>(words, block.at);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        uint2 low = scaled((words[i] & 0x0f0f0f0fu) | fifth_bits(fifth >> 4 * i), offset, d, m, with_minimum);
-        uint2 high = scaled((words[i] >> 4 & 0x0f0f0f0fu) | fifth_bits(fifth >> (16 + 4 * i)), offset, d, m, with_minimum);
+        uint2 low = scaled((words[i] & 0x0f0f0f0fu) | fifth_bits(block.fifth >> 4 * i), block.offset, d, block.m, block.with_minimum);
+        uint2 high = scaled((words[i] >> 4 & 0x0f0f0f0fu) | fifth_bits(block.fifth >> (16 + 4 * i)), block.offset, d, block.m, block.with_minimum);
         out[2 * i] = low.x;
         out[2 * i + 1] = low.y;
         out[8 + 2 * i] = high.x;
@@ -173,17 +181,59 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
     }
 }
 
-// A raw tile to a swizzled tile of halves.
-template <int D>
+// The order of the numbers of each 16 that 256-number keys of quantised types and their queries share, so that four
+// neighbours are what one lane holds of a product: words of two numbers 0 2 4 6 1 3 5 7.
+DEVICE void pair_up(uint4& low, uint4& high) {
+    const uint4 a = low, b = high;
+    low = make_uint4(a.x, a.z, b.x, b.z);
+    high = make_uint4(a.y, a.w, b.y, b.w);
+}
+
+// A raw tile to a swizzled tile of halves. PAIRED: see pair_up.
+template <int D, bool PAIRED = false>
 DEVICE void unpack_tile(u8* halves, const u8* raw, int type, int row_bytes) {
-    const int row = threadIdx.x % TILE, block_bytes = row_bytes / (D / 32);
-    for (int block = threadIdx.x / TILE; block < D / 32; block += TILE_THREADS / TILE) {
+    constexpr int ROUNDS = D / 32 * TILE / TILE_THREADS<D>;
+    const int block_bytes = row_bytes / (D / 32), lane = threadIdx.x % WARP;
+    for (int i = 0; i < ROUNDS; ++i) {
+        // 256: a warp takes eight rows, and lanes that read together are in different banks.
+        const int row = D == 256 ? threadIdx.x / WARP * 8 + lane % 8 : threadIdx.x % TILE;
+        const int block = D == 256 ? lane / 8 * 2 + i : threadIdx.x / TILE + i * (TILE_THREADS<D> / TILE);
         uint4 chunks[4];
         unpack_block(chunks, raw + row * row_bytes + block * block_bytes, type);
+        if (PAIRED) {
+            pair_up(chunks[0], chunks[1]);
+            pair_up(chunks[2], chunks[3]);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            *reinterpret_cast<uint4*>(halves + chunk_byte<D>(row, 4 * block + c)) = chunks[c];
+    }
+}
+
+// A swizzled tile of bf16 to one of halves, in its place.
+template <int D>
+DEVICE void convert_tile(u8* tile) {
+#pragma unroll 2
+    for (int c = threadIdx.x; c < TILE * D / 8; c += TILE_THREADS<D>) {
+        uint4* at = reinterpret_cast<uint4*>(tile) + c;
+        u32 words[4] = {at->x, at->y, at->z, at->w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            *reinterpret_cast<uint4*>(halves + chunk_byte<D>(row, 4 * block + i)) = chunks[i];
+            words[i] = as_u32(__floats2half2_rn(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u)));
+        *at = make_uint4(words[0], words[1], words[2], words[3]);
     }
+}
+
+// What was loaded as halves: where it lies, or unpacked to `halves`.
+template <int D, bool PAIRED = false>
+DEVICE const u8* as_halves(u8* loaded, u8* halves, int type, int row_bytes) {
+    if (type == KV_F16) return loaded;
+    if (type == KV_BF16) {
+        convert_tile<D>(loaded);
+        return loaded;
+    }
+    unpack_tile<D, PAIRED>(halves, loaded, type, row_bytes);
+    return halves;
 }
 
 // ----- fragments of a swizzled tile of halves (see mma_m16n8k16 and ldmatrix)
@@ -195,11 +245,52 @@ DEVICE void fragment_a(u32 a[4], const u8* tile, int m, int k) {
     ldmatrix_x4(a, tile + chunk_byte<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
 }
 
+// The same of which rows 8 .. 15 are zeros.
+template <int D>
+DEVICE void fragment_a_half(u32 a[4], const u8* tile, int m, int k) {
+    const int lane = threadIdx.x % WARP;
+    u32 rows[2];
+    ldmatrix_x2(rows, tile + chunk_byte<D>(16 * m + (lane & 7), 2 * k + (lane >> 3 & 1)));
+    a[0] = rows[0], a[1] = 0, a[2] = rows[1], a[3] = 0;
+}
+
 // b of two products: rows 16 n .. 16 n + 15 of the tile as columns, its columns 16 k .. as k.
 template <int D>
 DEVICE void fragment_b(u32 b[4], const u8* tile, int n, int k) {
     const int lane = threadIdx.x % WARP;
     ldmatrix_x4(b, tile + chunk_byte<D>(16 * n + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+}
+
+// b of a product of 8 columns for two k: rows 8 n .. 8 n + 7 of the tile as columns, its columns 32 k .. as k.
+template <int D>
+DEVICE void fragment_b_long(u32 b[4], const u8* tile, int n, int k) {
+    const int lane = threadIdx.x % WARP;
+    ldmatrix_x4(b, tile + chunk_byte<D>(8 * n + (lane & 7), 4 * k + (lane >> 3)));
+}
+
+// The same of a raw block, `source`, of the row that is the lane's column: its numbers in pair_up's order. Q8: type is q8_0.
+template <bool Q8>
+DEVICE void fragment_b_raw(u32 b[4], const u8* source, int type) {
+    const int t = threadIdx.x % 4;
+    const half2 d = half_pair(source);
+    if (Q8) {
+        const half2 offset = __float2half2_rn(1024.0f + 128.0f);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 word;
+            load_words<1>(&word, source + 2 + 16 * i + 4 * t);
+            uint2 four = scaled(word ^ 0x80808080u, offset, d, d, false);
+            b[2 * i] = four.x;
+            b[2 * i + 1] = four.y;
+        }
+        return;
+    }
+    const Nibbles block(source, type);
+    u32 word;
+    load_words<1>(&word, block.at + 4 * t);
+    uint2 low = scaled((word & 0x0f0f0f0fu) | fifth_bits(block.fifth >> 4 * t), block.offset, d, block.m, block.with_minimum);
+    uint2 high = scaled((word >> 4 & 0x0f0f0f0fu) | fifth_bits(block.fifth >> (16 + 4 * t)), block.offset, d, block.m, block.with_minimum);
+    b[0] = low.x, b[1] = low.y, b[2] = high.x, b[3] = high.y;
 }
 
 // b of two products: rows 16 k .. of the tile as k, its columns 16 n .. 16 n + 15 as columns.

@@ -235,3 +235,42 @@ ENTRIES(3, 3, Prepared)
 ENTRIES(1, q8_1, Integers)
 ENTRIES(2, q8_2, Integers)
 ENTRIES(3, q8_3, Integers)
+
+// ----- what attention gives, gated
+
+// y * sigmoid(gate): D numbers of gates behind the D of each query in a row of qkv.
+template <int ROUNDS, typename Target>
+DEVICE void prepare_attended(const float* y, const float* qkv, int stride, int head_dim, int width, const Target& to) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    pdl_wait();
+    pdl_launch();
+    const float* row = qkv + static_cast<u64>(blockIdx.x) * stride;
+    Eight values[ROUNDS];
+    load_row(values, y + static_cast<u64>(blockIdx.x) * width, width);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+        for (int hi = 0; hi < 2; ++hi) {
+            const int k = first_column(warp + r * n_warps, lane) + 32 * hi;
+            if (k >= width) continue;  // four columns are of one head
+            const float4 four = *reinterpret_cast<const float4*>(row + k / head_dim * 2 * head_dim + head_dim + k % head_dim);
+            const float gate[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                values[r].v[4 * hi + i] = __fdiv_rn(values[r].v[4 * hi + i], __fadd_rn(1.0f, exp_shared(-gate[i])));
+        }
+    prepare(values, segments_of(width), to);
+}
+
+#define GATE_ENTRIES(ROUNDS, NAME, TARGET)                                                                            \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                \
+        prepare_gate_##NAME(const float* y, const float* qkv, int stride, int head_dim, int width, TARGET to) {       \
+        prepare_attended<ROUNDS>(y, qkv, stride, head_dim, width, to);                                                \
+    }
+
+GATE_ENTRIES(1, 1, Prepared)
+GATE_ENTRIES(2, 2, Prepared)
+GATE_ENTRIES(3, 3, Prepared)
+GATE_ENTRIES(1, q8_1, Integers)
+GATE_ENTRIES(2, q8_2, Integers)
+GATE_ENTRIES(3, q8_3, Integers)

@@ -11,7 +11,7 @@ constexpr int MOST_BLOCKS = 8;  // heads of at most 256 numbers
 enum Pairs { PAIRS_INTERLEAVED, PAIRS_HALF };
 
 struct RopeStore {
-    float* qkv;  // row r at qkv + r stride: query heads, key heads [D], value heads [E]
+    float* qkv;  // row r at qkv + r stride: query heads [q_head], key heads [D], value heads [E]
     const int* positions;  // -1: padding
     const u64* write_k;    // address of the row's place in layer 0, head 0; 0: nothing is stored
     const u64* write_v;
@@ -21,6 +21,7 @@ struct RopeStore {
     u64 k_layer;
     u64 v_layer;
     int stride;
+    int q_head;  // numbers from one query to the next: D, or 2 D with a gate behind each
     int n_head;
     int n_head_kv;
     int head_dim;
@@ -114,8 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore
     const bool is_q = head < a.n_head, is_v = head >= a.n_head + a.n_head_kv;
     const int group = is_q ? 0 : head - a.n_head - (is_v ? a.n_head_kv : 0);
     const int dim = is_v ? a.value_dim : a.head_dim, n_blocks = dim / WARP;
+    const int keys = a.n_head * a.q_head, values = keys + a.n_head_kv * a.head_dim;
     float* source = a.qkv + static_cast<u64>(row) * a.stride +
-                    (is_v ? (a.n_head + a.n_head_kv) * a.head_dim + group * a.value_dim : head * a.head_dim);
+                    (is_q ? head * a.q_head : is_v ? values + group * a.value_dim : keys + group * a.head_dim);
     float x[MOST_BLOCKS];
 #pragma unroll
     for (int b = 0; b < MOST_BLOCKS; ++b)
