@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slotd.daemon.ops.cuda_attention import DeviceLimits
+from slotd.daemon.ops.delta_plan import BLOCK, Launch, Tables
 from slotd.daemon.ops.kernels import kernel
 from slotd.daemon.ops.tree_order import places_for
 from slotd.protocol.errors import ConfigError
@@ -32,6 +34,17 @@ HEAD_SIZES, MOST_TAPS = (16, 32, 64, 128), 8
 MOST_AT_ONCE = 8
 
 _u64, _i32 = ctypes.c_uint64, ctypes.c_int32
+
+
+#: Threads of the chunked form, and by width of heads the columns that it comes with.
+PROMPT_THREADS = 256
+COLUMN_CHOICES = {16: (16,), 32: (32,), 64: (32,), 128: (32, 64)}
+
+
+def walk_bytes(size: int, columns: int) -> int:
+    """Shared memory of a block of threads that walks over blocks of rows: W, Q, K, P, M and R twice."""
+    rows = BLOCK * (2 * (size + 4) + size + 8 + BLOCK + 4)
+    return 4 * (rows + (size + 2 * BLOCK) * (columns + 8))
 
 
 class DeltaSizes(Protocol):
@@ -117,19 +130,36 @@ class _Commit(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Work(ctypes.Structure):
+    _fields_ = (("u", _u64), ("w", _u64), ("p", _u64), ("factors", _u64))
+
+
+class _Prompt(ctypes.Structure):
+    _fields_ = (
+        ("q", _u64), ("inputs", Inputs), ("out", _u64), ("work", _Work), ("sequences", Sequences),
+        ("first_rows", _u64), ("offset", _u64), ("n_key_heads", _i32), ("n_value_heads", _i32),
+    )  # fmt: skip
+
+
 class CudaDelta:
     """The kernels for one model.
 
     Args:
         sizes: of its layers.
         n_layer: how many there are.
+        limits: of the device.
         find: gives a kernel by name.
+
+    Attributes:
+        columns: of a matrix, for each block of threads of the chunked form; 0: the device has no room for it.
 
     Raises:
         ConfigError: sizes that there are no kernels for.
     """
 
-    def __init__(self, sizes: DeltaSizes, n_layer: int, find: Callable[[str], Any] = kernel) -> None:
+    def __init__(
+        self, sizes: DeltaSizes, n_layer: int, limits: DeviceLimits, find: Callable[[str], Any] = kernel
+    ) -> None:
         if sizes.state_size not in HEAD_SIZES:
             raise ConfigError(f"linear heads of {sizes.state_size} numbers: CUDA has {HEAD_SIZES}")
         if not 2 <= sizes.conv_kernel <= MOST_TAPS:
@@ -139,6 +169,7 @@ class CudaDelta:
         self.value_width = sizes.n_value_heads * sizes.state_size
         self.channels = 2 * self.key_width + self.value_width
         self.projected_width = self.channels + self.value_width + 2 * sizes.n_value_heads
+        self.columns = self._best_columns(limits)
 
     # ----- where a layer's part of a state lies, in bytes
 
@@ -213,6 +244,61 @@ class CudaDelta:
         )  # fmt: skip
         grid = (self._state_blocks + -(-self.channels // THREADS), self.n_layer, most_sequences)
         self._find(f"delta_commit_{s.state_size}").launch(grid, THREADS, (args,), pdl=True)
+
+    @property
+    def work_bytes(self) -> int:
+        """Room that a block of 64 rows needs in the chunked form."""
+        return 4 * self.sizes.n_value_heads * BLOCK * (2 * self.sizes.state_size + BLOCK + 2)
+
+    def delta_prompt(
+        self, layer: int, q: int, inputs: Inputs, out: int, work: int, tables: int, launches: list[Launch],
+        places: list[Tables],
+    ) -> None:  # fmt: skip
+        """The delta rule of a prompt call -> out [rows, Hv S] and the states that its pieces ask for.
+
+        work: room of work_bytes for each of the blocks that a launch has at most.
+        tables: address of what `delta_plan.pack_tables` made of the launches; places: where each one's lie.
+        """
+        for launch, at in zip(launches, places, strict=True):
+            sequences = Sequences(*(tables + x for x in (at.read, at.write, at.first, at.n_rows, at.count)))
+            n = len(launch.pieces)
+            if launch.first_rows is None:
+                self.delta(layer, q, inputs, out, sequences, 0, launch.most_rows, n, early=launch.early)
+            else:
+                self._blocks(
+                    layer, q, inputs, out, work, sequences, tables + at.first_rows, launch.n_blocks, n
+                )
+
+    def _blocks(
+        self, layer: int, q: int, inputs: Inputs, out: int, work: int, sequences: Sequences, first_rows: int,
+        n_blocks: int, n_sequences: int,
+    ) -> None:  # fmt: skip
+        """Whole blocks: what does not need the states of all at once, then a walk over each sequence's."""
+        s, size = self.sizes, self.sizes.state_size
+        each = 4 * n_blocks * s.n_value_heads * BLOCK
+        parts = (work, work + each * size, work + 2 * each * size, work + each * (2 * size + BLOCK))
+        args = _Prompt(
+            q, inputs, out, _Work(*parts), sequences, first_rows, self.matrix_offset(layer),
+            s.n_key_heads, s.n_value_heads,
+        )  # fmt: skip
+        smem = 8 * BLOCK + 4 * BLOCK * (2 * (size + 4) + BLOCK + 4 + 2)
+        self._find(f"delta_prompt_blocks_{size}").launch(
+            (n_blocks, s.n_value_heads), PROMPT_THREADS, (args,), smem=smem, pdl=True
+        )
+        self._find(f"delta_prompt_walk_{size}_{self.columns}").launch(
+            (s.n_value_heads * size // self.columns, n_sequences), PROMPT_THREADS, (args,),
+            smem=walk_bytes(size, self.columns), pdl=True,
+        )  # fmt: skip
+
+    def _best_columns(self, limits: DeviceLimits) -> int:
+        """More of those that fit while blocks outnumber multiprocessors; which does not change a bit."""
+        size, best = self.sizes.state_size, 0
+        for columns in COLUMN_CHOICES[size]:
+            if walk_bytes(size, columns) <= limits.shared_per_block and (
+                not best or self.value_width // best > limits.multiprocessors
+            ):
+                best = columns
+        return best
 
     @property
     def _state_blocks(self) -> int:

@@ -1,4 +1,6 @@
-"""Times of the gated DeltaNet kernels: ``python -m tests.bench.gpu_delta [step] [commit] [only=TEXT]``.
+"""Times of the gated DeltaNet kernels.
+
+``python -m tests.bench.gpu_delta [step] [commit] [prompt] [only=TEXT]``: lines that contain TEXT.
 
 Each time is the median of graph replays over layers that are together larger than the cache, with
 programmatic launches as in a step. Printed: us of a layer, GB/s of states and inputs, share of the copy
@@ -15,7 +17,9 @@ from typing import Any
 import cupy
 import numpy as np
 
+from slotd.daemon.ops.cuda_attention import DeviceLimits
 from slotd.daemon.ops.cuda_delta import ConvWeights, CudaDelta, Inputs, RowTables, Sequences
+from slotd.daemon.ops.delta_plan import MOST_BLOCKS, Piece, pack_tables, plan_prompt
 from slotd.daemon.ops.tree_order import walk_order
 from tests.bench.gpu_linear import copy_bandwidth, median_us
 
@@ -45,7 +49,8 @@ class Call:
     """Rows of sequences of equal shape, their states, and everything that the kernels read and write."""
 
     def __init__(self, sizes: Sizes, parents: list[int], n_sequences: int, *, write: bool) -> None:
-        self.delta = CudaDelta(sizes, N_LAYER)
+        limits = DeviceLimits.of(cupy.cuda.runtime.getDeviceProperties(0))
+        self.delta = CudaDelta(sizes, N_LAYER, limits)
         self.sizes, self.n_sequences = sizes, n_sequences
         self.per_sequence, self.n = len(parents), len(parents) * n_sequences
         rng = np.random.default_rng(0)
@@ -184,8 +189,52 @@ def commits(report: Report) -> None:
             report.line(f"commit {name} path {length}", us, n_bytes)
 
 
+def prompts(report: Report) -> None:
+    """Pieces of a prompt, by width of a block of threads and blocks of rows in a launch; * as chosen."""
+    for name, sizes in SIZES.items():
+        for n in (256, 512, 2048):
+            if report.only not in f"prompt {name} rows {n}":
+                continue
+            call = Call(sizes, list(range(-1, n - 1)), 1, write=True)
+            inputs, d = call.inputs(1), call.delta
+
+            def conv(i: int, call: Call = call, inputs: Inputs = inputs) -> None:
+                call.delta.conv(
+                    i % N_LAYER, ptr(call.projected), call.weights, ptr(call.q), inputs, call.sequences,
+                    call.rows, call.n, step=False,
+                )  # fmt: skip
+
+            rows = 4.0 * n * (2 * d.channels + d.value_width)
+            report.line(f"prompt {name} rows {n} conv", median_us(conv, 8), rows)
+            piece = Piece(0, n, 0, ptr(call.old[0]), ptr(call.new[0]))
+            chosen = d.columns
+            for columns in sorted({chosen, 32, 64}):
+                for most_blocks in (8, MOST_BLOCKS, 32):
+                    d.columns = columns
+                    launches = plan_prompt([piece], most_blocks=most_blocks)
+                    packed, places = pack_tables(launches)
+                    tables, work = cupy.asarray(packed), cupy.empty(most_blocks * d.work_bytes, np.uint8)
+
+                    def blocks(
+                        i: int, call: Call = call, inputs: Inputs = inputs, launches: list[Any] = launches,
+                        places: list[Any] = places, tables: Any = tables, work: Any = work,
+                    ) -> None:  # fmt: skip
+                        call.delta.delta_prompt(
+                            i % N_LAYER, ptr(call.q), inputs, ptr(call.out), ptr(work), ptr(tables), launches,
+                            places,
+                        )  # fmt: skip
+
+                    us = median_us(blocks, 8)
+                    mark = "*" if columns == chosen and most_blocks == MOST_BLOCKS else ""
+                    label = f"prompt {name} rows {n} columns {columns} group {most_blocks}{mark}"
+                    report.line(label, us, 4.0 * n * (2 * d.key_width + 2 * d.value_width))
+                    size = sizes.state_size
+                    each = 64 * 64 * (5 * size) + 3 * 64 * size * size  # products of a block of a head
+                    print(f"{'':44} {2e-6 * each * n / 64 * sizes.n_value_heads / us:10.1f} TFLOP/s")
+
+
 def main(arguments: list[str]) -> None:
-    parts = {"step": steps, "commit": commits}
+    parts = {"step": steps, "commit": commits, "prompt": prompts}
     only = next((a.removeprefix("only=") for a in arguments if a.startswith("only=")), "")
     report = Report(only)
     for name, part in parts.items():

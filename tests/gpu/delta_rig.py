@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slotd.daemon.ops.cuda_delta import ConvWeights, CudaDelta, Inputs, RowTables, Sequences
+from slotd.daemon.ops.delta_plan import Piece, pack_tables, plan_prompt
 from slotd.daemon.ops.tree_order import walk_order
 from tests.gpu.attention_rig import CupyDevice
 
@@ -122,7 +123,7 @@ class Rig:
     delta: CudaDelta = field(init=False)
 
     def __post_init__(self) -> None:
-        self.delta = CudaDelta(self.sizes, N_LAYER, self.device.find)
+        self.delta = CudaDelta(self.sizes, N_LAYER, self.device.limits, self.device.find)
 
     # ----- blocks
 
@@ -212,6 +213,32 @@ class Rig:
         for block in held:
             self.device.download(block)
         return o[:n], written
+
+    def run_prompt(
+        self, parts: SequenceOf[Part], numbers: Numbers, *, chunked: bool = True, most_blocks: int = 4
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """A prompt call: o [rows, Hv, S] and the matrices behind each part. All parts must write."""
+        s, n = self.sizes, len(numbers.q)
+        placed = self.sequences(parts)
+        inputs, held = self.inputs(numbers)
+        starts = np.cumsum([0, *map(len, parts)])[:-1].tolist()
+        pieces = [
+            Piece(start, len(part), part.committed, 0 if old is None else self.at(old), self.at(new))
+            for start, part, old, new in zip(starts, parts, placed.old, placed.new, strict=True)
+        ]
+        launches = plan_prompt(pieces, chunked=chunked, most_blocks=most_blocks)
+        packed, places = pack_tables(launches)
+        tables, q = self.up(packed, np.uint8), self.up(numbers.q, np.float32)
+        most = max((launch.n_blocks for launch in launches), default=0)
+        work = self.poison(most * self.delta.work_bytes // 4)
+        out = self.poison(n, s.n_value_heads, s.state_size)
+        self.delta.delta_prompt(
+            LAYER, self.at(q), inputs, self.at(out), self.at(work), self.at(tables), launches, places
+        )
+        o = self.down(out, n, s.n_value_heads, s.state_size)
+        for block in [*held, work, q, tables]:
+            self.device.download(block)
+        return o, [self.only_layer_matrices(x) for x in placed.new]
 
     def only_layer_matrices(self, block: Any) -> np.ndarray:
         tail, matrices = self.only_layer(block)
