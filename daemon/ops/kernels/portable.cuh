@@ -102,6 +102,13 @@ DEVICE void mma_m16n8k16_first(float d[4], const u32 a[4], const u32 b[2]) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
 }
 
+// Floats with ten bits behind the point, k = 8: a[0], a[1] and b0 have k = t, a[2], a[3] and b1 k = t + 4. d += a b.
+DEVICE void mma_tf32_m16n8k8(float d[4], const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 DEVICE void ldmatrix_x2(u32 r[2], const void* shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(shared)));
