@@ -27,6 +27,7 @@ from slotd.daemon.ops.cuda_batch import (
 )
 from slotd.daemon.ops.interface import RopeStyle
 from slotd.daemon.ops.kernels import Kernel, kernel
+from slotd.daemon.ops.rotation import GROUP
 from slotd.protocol.errors import ConfigError
 
 #: Pages of a segment: the stride from one layer of a page to the next counts them.
@@ -140,6 +141,10 @@ class _Prompt(ctypes.Structure):
     _fields_ = (("heads", _Heads), ("blocks", ctypes.c_uint64))
 
 
+class _Rotation(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint64), ("positions", ctypes.c_uint64), ("n_groups", ctypes.c_int32))
+
+
 class _Plain(ctypes.Structure):
     _fields_ = (
         ("heads", _Heads),
@@ -229,6 +234,8 @@ class CudaAttention:
     ) -> None:
         """Rotate q (in place) and k of every row, and store k and v at the rows' places.
 
+        With keys in tq3_0, q is left rotated as they are (`rotation`) after its positions.
+
         Args:
             qkv: address of float32 [rows, qkv_width]: query heads (and gates), key heads, value heads.
             angles: address of float32 [positions, dims / 2, 2], cos and sin.
@@ -285,6 +292,15 @@ class CudaAttention:
             self.attention(layer, q, out, batch, scale, space, stream)
         else:
             self.attention_prompt(layer, q, out, batch, scale, stream)
+        if self.shape.v_type == "tq3_0":
+            self.rotation(out, batch, stream)
+
+    def rotation(self, out: int, batch: DeviceBatch, stream: Any = None) -> None:
+        """Rotate back what attention gave of rotated values (`rotation`). out: as of attend, in place."""
+        n_groups = self.shape.n_head * self.shape.value_dim // GROUP
+        args = _Rotation(out, batch.at("positions"), n_groups)
+        blocks = math.ceil(n_groups / (THREADS // 32))
+        self._find("rotation_back").launch((blocks, batch.n_rows), THREADS, (args,), stream=stream, pdl=True)
 
     def attention(
         self,

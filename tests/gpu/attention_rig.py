@@ -22,6 +22,7 @@ from slotd.daemon.ops.cuda_attention_shape import AttentionShape
 from slotd.daemon.ops.cuda_batch import BatchLayout, pack_prompt, pack_step
 from slotd.daemon.ops.kv_blocks import stored_bytes, write_stored
 from slotd.daemon.ops.numpy_ops import NumpyOps
+from slotd.daemon.ops.rotation import rotate_unmetered
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
 
@@ -119,7 +120,8 @@ class Rig:
         q = np.full((layout.rows if step else len(placed.rows), self.shape.qkv_width), np.nan, np.float32)
         n_q = self.shape.n_head * self.shape.query_stride
         by_head = q[:, :n_q].reshape(len(q), self.shape.n_head, -1)[..., : self.shape.head_dim]
-        by_head[: len(placed.rows)] = np.concatenate([call.q for call in calls])
+        rows_q = np.concatenate([call.q for call in calls])
+        by_head[: len(placed.rows)] = rotate_unmetered(rows_q) if self.shape.k_type == "tq3_0" else rows_q
         by_head[len(placed.rows) :] = 0
         out = np.full((len(q), self.shape.n_head * self.shape.value_dim), np.nan, np.float32)
         blocks = [self.device.upload(x) for x in (q, out)]

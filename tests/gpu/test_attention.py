@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.ops.cuda_attention_shape import AttentionShape
+from slotd.daemon.weights.kv_formats import TQ3_PARTNERS
 from tests.gpu.attention_rig import Call, CupyDevice, Rig, Timeline, path_to, queries, random_parents
 
 SHAPES = {"smollm": (9, 3, 64), "23b": (40, 8, 128), "one": (1, 1, 128), "mqa": (16, 1, 64)}
@@ -15,6 +16,9 @@ SHAPES = {"smollm": (9, 3, 64), "23b": (40, 8, 128), "one": (1, 1, 128), "mqa": 
 #: Tested by test_attention_256.py.
 WIDE_HEADS = {"27b": (24, 4, 256), "4b": (16, 4, 256), "0.8b": (8, 2, 256)}
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+TQ3_PAIRS = [("tq3_0", v) for v in TQ3_PARTNERS["K"]] + [
+    (k, "tq3_0") for k in TQ3_PARTNERS["V"] if k != "tq3_0"
+]
 CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 500, 511, 512, 513, 1025, 5000)
 
 
@@ -82,6 +86,16 @@ def test_every_pair_of_types(k_type: str, v_type: str) -> None:
         rig = make_rig(shape, k_type, v_type)
         call = make_call(rig, 570, n, 4, tree=n > 1)
         assert_close(rig.run([call]), rig.expected([call]), 4e-3, (shape, n))
+
+
+@pytest.mark.parametrize(("k_type", "v_type"), TQ3_PAIRS)
+def test_rotated_types(k_type: str, v_type: str) -> None:
+    rig = make_rig("23b", k_type, v_type)
+    for n in (1, 6):
+        call = make_call(rig, 570, n, 4, tree=n > 1)
+        together = rig.run([call])
+        assert_close(together, rig.expected([call]), 4e-3, n)
+        assert_same_bits(rig.run([alone(call, n - 1)])[0], together[n - 1], n)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])

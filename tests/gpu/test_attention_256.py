@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tests.gpu.attention_rig import Rig, Timeline, queries
-from tests.gpu.test_attention import TYPES, alone, assert_close, assert_same_bits, make_call, make_rig
+from tests.gpu.test_attention import (
+    TQ3_PAIRS,
+    TYPES,
+    alone,
+    assert_close,
+    assert_same_bits,
+    make_call,
+    make_rig,
+)
 from tests.gpu.test_attention_prompt import pieces
 
 SHAPES = ("27b", "4b", "0.8b")
@@ -30,7 +38,7 @@ def test_trees_and_chains(n: int) -> None:
         assert_close(rig.run([call]), rig.expected([call]), 2e-3, (committed, tree))
 
 
-@pytest.mark.parametrize(("k_type", "v_type"), list(itertools.product(TYPES, TYPES)))
+@pytest.mark.parametrize(("k_type", "v_type"), [*itertools.product(TYPES, TYPES), *TQ3_PAIRS])
 def test_every_pair_of_types(k_type: str, v_type: str) -> None:
     rig = make_rig("0.8b", k_type, v_type)
     for n in (1, 3, 6):
@@ -40,7 +48,7 @@ def test_every_pair_of_types(k_type: str, v_type: str) -> None:
     assert_close(rig.run([call], step=False), rig.expected([call]), 4e-3, "prompt")
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "bf16", "q8_0", "q4_0", "q5_1"])
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "q8_0", "q4_0", "q5_1", "tq3_0"])
 @pytest.mark.parametrize("committed", [63, 511, 513, 2000])
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(kv_type: str, committed: int) -> None:
     """One row alone = each row of trees: both step kernels, whole splits and single tiles."""

@@ -114,7 +114,7 @@ DEVICE void raw_products(float s[4], const NarrowQueries<256>& queries, const Ke
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const u8* row = keys.at + (8 * warp + lane / 4) * keys.row_bytes;
     const int block_bytes = keys.row_bytes / 8;
-#pragma unroll
+#pragma unroll 2
     for (int block = 0; block < 8; ++block) {
         u32 a[4], b[4];
         fragment_b_raw<Q8>(b, row + block * block_bytes, keys.type);

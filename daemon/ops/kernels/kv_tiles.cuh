@@ -12,7 +12,7 @@ constexpr int TILE = 64;
 template <int D>
 constexpr int TILE_THREADS = D == 256 ? 256 : 128;
 
-enum KvType { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1 };
+enum KvType { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_Q4_1, KV_Q5_0, KV_Q5_1, KV_TQ3_0 };
 
 // Bytes of a number (f32, f16, bf16) or of a block of 32 numbers.
 DEVICE int kv_item_bytes(int type) {
@@ -24,6 +24,7 @@ DEVICE int kv_item_bytes(int type) {
         case KV_Q4_0: return 18;
         case KV_Q4_1: return 20;
         case KV_Q5_0: return 22;
+        case KV_TQ3_0: return 14;
         default: return 24;
     }
 }
@@ -130,6 +131,30 @@ DEVICE uint2 scaled(u32 bytes, half2 offset, half2 d, half2 m, bool with_minimum
 // Bits 0..3 to bit 4 of bytes 0..3.
 DEVICE u32 fifth_bits(u32 four) { return ((four & 15u) * 0x00204081u & 0x01010101u) << 4; }
 
+// The centroids of tq3_0 (ops/tq3_blocks.py) as halves: their low bytes, then their high ones.
+constexpr u32 TQ3_LOW_BYTES[2] = {0x7e358b1au, 0x1a8b357eu}, TQ3_HIGH_BYTES[2] = {0xa5acafb2u, 0x322f2c25u};
+
+// Eight numbers of tq3_0: two low bits of each of the first 16 bits of `low`, the third in the first 8 bits of `high`.
+// They are the selectors of two byte permutations.
+DEVICE u32 tq3_selectors(u32 low, u32 high) {
+    u32 x = low & 0xffffu, y = high & 0xffu;
+    x = (x | x << 8) & 0x00ff00ffu;
+    x = (x | x << 4) & 0x0f0f0f0fu;
+    x = (x | x << 2) & 0x33333333u;
+    y = (y | y << 12) & 0x000f000fu;
+    y = (y | y << 6) & 0x03030303u;
+    y = (y | y << 3) & 0x11111111u;
+    return x | y << 2;
+}
+
+// Four numbers of a block of tq3_0 with the factor d.
+DEVICE uint2 tq3_numbers(u32 selectors, half2 d) {
+    const u32 low = __byte_perm(TQ3_LOW_BYTES[0], TQ3_LOW_BYTES[1], selectors & 0xffffu);
+    const u32 high = __byte_perm(TQ3_HIGH_BYTES[0], TQ3_HIGH_BYTES[1], selectors & 0xffffu);
+    return make_uint2(as_u32(__hmul2(as_half2(__byte_perm(low, high, 0x5140)), d)),
+                      as_u32(__hmul2(as_half2(__byte_perm(low, high, 0x7362)), d)));
+}
+
 // What a block of q4_0, q4_1, q5_0 or q5_1 says of its numbers.
 struct Nibbles {
     const u8* at;  // 16 bytes: number j in the low half of byte j, number j + 16 in the high one
@@ -164,6 +189,20 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
             uint2 four = scaled(words[i] ^ 0x80808080u, offset, d, d, false);
             out[2 * i] = four.x;
             out[2 * i + 1] = four.y;
+        }
+        return;
+    }
+    if (type == KV_TQ3_0) {
+        u32 words[3];
+        load_words<3>(words, source + 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 selectors = tq3_selectors(words[i / 2] >> 16 * (i % 2), words[2] >> 8 * i);
+            const uint2 first = tq3_numbers(selectors, d), second = tq3_numbers(selectors >> 16, d);
+            out[4 * i] = first.x;
+            out[4 * i + 1] = first.y;
+            out[4 * i + 2] = second.x;
+            out[4 * i + 3] = second.y;
         }
         return;
     }
@@ -283,6 +322,15 @@ DEVICE void fragment_b_raw(u32 b[4], const u8* source, int type) {
             b[2 * i] = four.x;
             b[2 * i + 1] = four.y;
         }
+        return;
+    }
+    if (type == KV_TQ3_0) {
+        u32 words[3];
+        load_words<3>(words, source + 2);
+        const u32 selectors = tq3_selectors((words[0] >> 8 * t & 0xffu) | (words[1] >> 8 * t & 0xffu) << 8,
+                                            (words[2] >> 4 * t & 15u) | (words[2] >> (16 + 4 * t) & 15u) << 4);
+        const uint2 low = tq3_numbers(selectors, d), high = tq3_numbers(selectors >> 16, d);
+        b[0] = low.x, b[1] = low.y, b[2] = high.x, b[3] = high.y;
         return;
     }
     const Nibbles block(source, type);

@@ -1,8 +1,9 @@
 // Rotates the queries and keys of rows, and stores keys and values in their K/V type: a warp for each head.
 //
 // Lane i of the warp has numbers i, i + 32, ... of the head, so a block of 32 is one number of every lane. Bytes are
-// those of the ggml reference quantiser; no product and sum is fused.
+// those of the ggml reference quantiser; no product and sum is fused. With keys in tq3_0 queries are left rotated as they are.
 #include "kv_tiles.cuh"
+#include "rotation.cuh"
 
 constexpr int THREADS = 128;
 constexpr int N_WARPS = THREADS / WARP;
@@ -102,6 +103,49 @@ DEVICE void store_block(u8* row, int block, float x, int type) {
     }
 }
 
+// The sum of a group's 128 numbers, one for each lane and block, in the order of ops/tq3_blocks.py.
+DEVICE float group_sum(const float x[GROUP_BLOCKS]) { return warp_sum(__fadd_rn(__fadd_rn(x[0], x[2]), __fadd_rn(x[1], x[3]))); }
+
+// Bits 0 .. 3 to bits 0, 2, 4, 6.
+DEVICE u32 spread_bits(u32 four) {
+    four = (four | four << 2) & 0x33u;
+    return (four | four << 1) & 0x55u;
+}
+
+// 128 numbers as four blocks of tq3_0: a factor and, for each number of the rotated direction, which centroid is nearest.
+DEVICE void store_group(u8* at, const float x[GROUP_BLOCKS]) {
+    constexpr float BORDERS[3] = {0.043589f, 0.091775f, 0.154259f};
+    constexpr float CENTROIDS[4] = {0.021460f, 0.065717f, 0.117832f, 0.190685f};
+    const int lane = threadIdx.x % WARP;
+    float squares[GROUP_BLOCKS], unit[GROUP_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < GROUP_BLOCKS; ++b) squares[b] = __fmul_rn(x[b], x[b]);
+    const float length = __fsqrt_rn(group_sum(squares));
+#pragma unroll
+    for (int b = 0; b < GROUP_BLOCKS; ++b) unit[b] = length != 0.0f ? __fdiv_rn(x[b], length) : 0.0f;
+    rotate_group<false>(unit);
+    u32 code[GROUP_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < GROUP_BLOCKS; ++b) {
+        int c = !(unit[b] < 0.0f);  // what is not a number counts as large
+#pragma unroll
+        for (int i = 0; i < 3; ++i) c += !(unit[b] < BORDERS[i]) + !(unit[b] < -BORDERS[i]);
+        code[b] = c;
+        const int magnitude = c < 4 ? 3 - c : c - 4;
+        const float centroid = magnitude == 0 ? CENTROIDS[0] : magnitude == 1 ? CENTROIDS[1] : magnitude == 2 ? CENTROIDS[2] : CENTROIDS[3];
+        squares[b] = __fmul_rn(centroid, centroid);
+    }
+    const float d = __fdiv_rn(length, __fsqrt_rn(group_sum(squares)));
+#pragma unroll
+    for (int b = 0; b < GROUP_BLOCKS; ++b, at += kv_item_bytes(KV_TQ3_0)) {
+        const u32 ones = __ballot_sync(ALL_LANES, code[b] & 1), twos = __ballot_sync(ALL_LANES, code[b] >> 1 & 1);
+        const u32 fours = __ballot_sync(ALL_LANES, code[b] >> 2);
+        if (lane == 0) store_half(at, d);
+        if (lane < 8) at[2 + lane] = spread_bits(ones >> 4 * lane & 15) | spread_bits(twos >> 4 * lane & 15) << 1;
+        if (lane < 4) at[10 + lane] = fours >> 8 * lane;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore a) {
     __shared__ float heads[N_WARPS][WARP * MOST_BLOCKS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.y;
@@ -155,6 +199,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore
     }
     if (is_q) {
 #pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; b += GROUP_BLOCKS)
+            if (a.k_type == KV_TQ3_0 && b < n_blocks) rotate_group<false>(x + b);
+#pragma unroll
         for (int b = 0; b < MOST_BLOCKS; ++b)
             if (b < n_blocks) source[b * WARP + lane] = x[b];
         return;
@@ -163,6 +210,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore
     if (place == 0) return;
     const int type = is_v ? a.v_type : a.k_type;
     u8* target = reinterpret_cast<u8*>(place + (is_v ? a.v_layer : a.k_layer)) + static_cast<u64>(group) * TILE * kv_row_bytes(type, dim);
+    if (type == KV_TQ3_0) {
+#pragma unroll
+        for (int b = 0; b < MOST_BLOCKS; b += GROUP_BLOCKS)
+            if (b < n_blocks) store_group(target + b * kv_item_bytes(KV_TQ3_0), x + b);
+        return;
+    }
 #pragma unroll
     for (int b = 0; b < MOST_BLOCKS; ++b)
         if (b < n_blocks) store_block(target, b, x[b], type);
