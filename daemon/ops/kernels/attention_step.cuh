@@ -254,8 +254,8 @@ struct Wide {
     template <int M>
     DEVICE void fold(const Layout<D>& at, const float factor[PRODUCTS<D>][2], const u8* k, const u8* v) {
         const int warp = threadIdx.x / WARP;
-        float s[M][TILE / 8][4];
-#pragma unroll
+        float s[M][TILE / 8][4] = {};
+#pragma unroll (D == 256 ? 2 : D / 16)
         for (int kk = 0; kk < D / 16; ++kk) {
             u32 q[M][4];
 #pragma unroll
@@ -266,8 +266,8 @@ struct Wide {
                 fragment_b<D>(b, k, n, kk);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    multiply(s[m][2 * n], q[m], b, kk == 0);
-                    multiply(s[m][2 * n + 1], q[m], b + 2, kk == 0);
+                    multiply(s[m][2 * n], q[m], b, D < 256 && kk == 0);
+                    multiply(s[m][2 * n + 1], q[m], b + 2, D < 256 && kk == 0);
                 }
             }
         }
@@ -367,6 +367,7 @@ DEVICE void for_each_tile(const Step& step, const Layout<D>& at, const Entry& en
     const int k_type = step.heads.k_type, v_type = step.heads.v_type;
     const bool raw_k = RAW_K && !is_16_bit(k_type);
     u8* unpacked_v = at.unpacked + (raw_k || is_16_bit(k_type) ? 0 : TILE * 2 * D);
+#pragma unroll 1
     for (int tile = 0; tile < entry.n_tiles; ++tile) {
         wait_for_stage(step.n_stages);
         __syncthreads();
@@ -464,6 +465,7 @@ DEVICE void attend(Step step) {
         const int group = item % heads.n_head_kv;
         // Tiles below the committed end are older than the kernel before this one.
         const bool early = waited || entry.kind == ENTRY_SHARED;
+#pragma unroll 1
         for (int pass = 0; pass < 2; ++pass) {
             if (pass == 1 && !waited) {
                 pdl_wait();
@@ -471,6 +473,7 @@ DEVICE void attend(Step step) {
                 waited = true;
             }
             if (early == (pass == 0))
+#pragma unroll 1
                 for (int tile = 0; tile < step.n_stages - 1; ++tile) {
                     if (tile < entry.n_tiles) request<D>(step, at, entry, group, tile, k_row_bytes, v_row_bytes);
                     cp_async_commit();
