@@ -54,7 +54,9 @@ _OTHER_HEADS = r'^extern "C" .*\battention_(\w+_128|\w+_any_64)\(.*\n'
 #: more than eight, for which there is another kernel).
 BROKEN_FOLDS = {
     "segments": BrokenFold(
-        "linear.cu", {"from[i * OF_ONE]": "from[(NT == 1 ? i : count - 1 - i) * OF_ONE]"}, _OTHER_FORMATS
+        "linear.cu",
+        {"(from + i * OF_ONE)": "(from + (count - 1 - i) * OF_ONE)"},
+        _OTHER_FORMATS,
     ),
     "splits": BrokenFold(
         "attention_step.cuh",

@@ -1,7 +1,7 @@
-"""What the device rounds, worked out by NumPy: weights (weight_tiles.cuh), rows of activations (prepare.cu).
+"""What the device rounds, worked out by NumPy: weights (weight_tiles.cuh).
 
-Both are halves under a power of two of their row. A model of such weights, computed in float32, is what the
-device computes but for its activations; with such rows too, it is that but for the order of sums.
+They are halves under a power of two of their row. A model of such weights, computed in float32, is what the
+device computes but for its activations.
 Only the types of the default model and of what is made like it are here.
 """
 
@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from gguf import quants
 
-from slotd.daemon.memory import DeviceMemory
-from slotd.daemon.ops.numpy_ops import NumpyOps
 from slotd.daemon.weights.reader import GgufFile, ModelFile
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,24 +51,6 @@ class HeldModel(ModelFile):
         parts = [rows[start : start + 4096] for start in range(0, len(rows), 4096)]
         kind = self.block_type(name).name
         return np.concatenate([held_values(kind, part, shape[0]) for part in parts])
-
-
-class HalvingOps(NumpyOps):
-    """NumPy's ops; every product rounds its rows as the device does while `halves` is set."""
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        super().__init__(memory)
-        self.halves = False
-
-    def linear(self, x: Floats, weight: Floats) -> Floats:
-        return super().linear(held_rows(x) if self.halves else x, weight)
-
-
-def held_rows(x: Floats) -> Floats:
-    """float32 [n, width] as halves under a power of two of each row."""
-    _, exponents = np.frexp(np.abs(x).max(axis=1, keepdims=True))
-    up = np.clip(15 - exponents, -126, 126)
-    return np.ldexp(np.ldexp(x, up).astype(np.float16).astype(np.float32), -up)
 
 
 def _row_exponents(peaks: Floats) -> npt.NDArray[np.int64]:

@@ -131,8 +131,10 @@ def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
     noise = np.random.default_rng(3).bytes(n_bytes)
     large.write(pages, large.stored(np.frombuffer(noise, np.uint8).reshape(len(pages), -1), n_tokens))
 
-    def room() -> Bytes | None:
-        return arena.images(len(pages), large.page_bytes, {}, array("i", [1]), None)
+    def room(n_pages: int = len(pages)) -> Bytes:
+        room = arena.room(n_pages, large.page_bytes, {}, array("i", [1]), None)
+        assert room is not None
+        return room.images
 
     unlocked = room()
     rates = {
@@ -158,7 +160,7 @@ def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
     assert b"".join(large.read(pages, n_tokens).image(n).tobytes() for n in range(len(pages))) == other
     taken = arena.taken
     del unlocked, images, stored, first
-    small = arena.images(1, large.page_bytes, {}, array("i", [1]), None)  # what is free goes back
+    small = room(1)  # what is free goes back
     assert arena.taken < taken
     again = room()
     again[...] = 0

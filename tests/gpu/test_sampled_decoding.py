@@ -33,7 +33,7 @@ FIELDS: list[dict[str, Any]] = [
     {"sampling": Sampling(logit_bias=((5, 3.0), (N_VOCAB - 1, 40.0)))},
     {"min_tokens": 9, "stop": tuple(range(300))},
     {"logprobs": 3},
-    {"sampling": Sampling(temperature=1.0, seed=5)},  # flat: a row in three is read
+    {"sampling": Sampling(temperature=20.0, seed=5)},  # flat: most rows are read
     {},
 ]
 
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_the_logits_and_those_alone(
             job.take(token)
     print("rows read:", read)
     assert sum(read[:8]) <= 8, read
-    assert 0 < read[8] < STEPS, read
+    assert read[8] > STEPS // 2, read
     assert read[9] == 0, read
     for number, together in enumerate(jobs):
         alone = started(engine, number)

@@ -53,29 +53,43 @@ DEVICE void multiply_segment(float (&d)[NT][4], Lane<FORMAT>& held, const uint4*
     }
 }
 
-// The sums that a thread adds up: number `index` of a block is output index % 16 of row index / 16.
+// The sums that a thread adds up, neighbouring outputs of a row: four where there are many, one where registers are few.
+// Number `index` of a block is outputs WIDTH * (index % GROUPS) + 0 .. WIDTH - 1 of row index / GROUPS; at least 128 threads.
 template <int NT>
 struct Totals {
-    static constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE;
-    float slab[NT], total[NT];
+    static constexpr int WIDTH = NT == 1 ? 1 : 4, GROUPS = TILE_ROWS / WIDTH;
+    static constexpr int OF_ONE = NT * 8 * COLUMN_STRIDE, COUNT = (NT * 8 * GROUPS + 127) / 128;
+    float slab[COUNT][WIDTH], total[COUNT][WIDTH];
 
     DEVICE Totals() {
 #pragma unroll
-        for (int k = 0; k < NT; ++k) slab[k] = total[k] = 0.0f;
+        for (int k = 0; k < COUNT; ++k)
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) slab[k][e] = total[k][e] = 0.0f;
     }
 
     // Segments first .. first + count - 1, [segment][NT * 8][COLUMN_STRIDE].
     DEVICE void add(const float* sums, int first, int count, int n) {
 #pragma unroll
-        for (int k = 0; k < NT; ++k) {
+        for (int k = 0; k < COUNT; ++k) {
             const int index = threadIdx.x + k * blockDim.x;
-            if (index >= n * TILE_ROWS) break;
-            const float* from = sums + (index / TILE_ROWS) * COLUMN_STRIDE + index % TILE_ROWS;
+            if (index >= n * GROUPS) break;
+            const float* from = sums + index / GROUPS * COLUMN_STRIDE + index % GROUPS * WIDTH;
             for (int i = 0; i < count; ++i) {
-                slab[k] = __fadd_rn(slab[k], from[i * OF_ONE]);
-                if ((first + i) % SLAB == SLAB - 1) {
-                    total[k] = __fadd_rn(total[k], slab[k]);
-                    slab[k] = 0.0f;
+                float v[WIDTH];
+                if constexpr (WIDTH == 4) {
+                    const float4 four = *reinterpret_cast<const float4*>(from + i * OF_ONE);
+                    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+                } else {
+                    v[0] = from[i * OF_ONE];
+                }
+#pragma unroll
+                for (int e = 0; e < WIDTH; ++e) slab[k][e] = __fadd_rn(slab[k][e], v[e]);
+                if ((first + i) % SLAB != SLAB - 1) continue;
+#pragma unroll
+                for (int e = 0; e < WIDTH; ++e) {
+                    total[k][e] = __fadd_rn(total[k][e], slab[k][e]);
+                    slab[k][e] = 0.0f;
                 }
             }
         }
@@ -83,23 +97,25 @@ struct Totals {
 
     DEVICE void store(const Part& part, int tile, const Rows& rows, const Output& out) {
 #pragma unroll
-        for (int k = 0; k < NT; ++k) {
+        for (int k = 0; k < COUNT; ++k) {
             const int index = threadIdx.x + k * blockDim.x;
-            if (index >= rows.n * TILE_ROWS) break;
-            int row = index / TILE_ROWS;
-            const int output = tile * TILE_ROWS + index % TILE_ROWS;
-            const bool real = output < part.n_rows;
-            // Both factors are powers of two: where the product stays in range, nothing is rounded.
-            const float sum = __fadd_rn(total[k], slab[k]);
-            float value = real ? __fmul_rn(__fmul_rn(sum, part.row_scale[output]), rows.scale[row]) : 0.0f;
-            if (rows.paired) {  // n is even: whole warps come here
-                value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, TILE_ROWS));
-                if (row % 2) continue;
-                row /= 2;
+            if (index >= (rows.n * GROUPS + WARP - 1) / WARP * WARP) break;  // whole warps come to the exchange below
+            const int row = min(index / GROUPS, rows.n - 1), first = tile * TILE_ROWS + index % GROUPS * WIDTH;
+            float value[WIDTH];
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+                // Both factors are powers of two: where the product stays in range, nothing is rounded.
+                const float row_scale = first + e < part.n_rows ? part.row_scale[first + e] : 0.0f;
+                value[e] = __fmul_rn(__fmul_rn(__fadd_rn(total[k][e], slab[k][e]), row_scale), rows.scale[row]);
+                if (rows.paired) value[e] = __fadd_rn(value[e], __shfl_xor_sync(ALL_LANES, value[e], GROUPS));
             }
-            if (!real) continue;
-            float* y = out.y + static_cast<u64>(row) * out.stride + part.first_output + output;
-            *y = out.add ? __fadd_rn(*y, value) : value;
+            if (index >= rows.n * GROUPS || (rows.paired && row % 2)) continue;
+            float* y = out.y + static_cast<u64>(rows.paired ? row / 2 : row) * out.stride + part.first_output + first;
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+                if (first + e >= part.n_rows) break;
+                y[e] = out.add ? __fadd_rn(y[e], value[e]) : value[e];
+            }
         }
     }
 };
@@ -107,7 +123,8 @@ struct Totals {
 // Shared memory holds sums, [2][warps][NT * 8][COLUMN_STRIDE].
 template <int FORMAT, int NT>
 DEVICE void multiply(const Parts& parts, const Part& part, int tile, const Rows& rows, const Output& out) {
-    extern __shared__ float sums[];
+    extern __shared__ float4 memory[];
+    float* sums = reinterpret_cast<float*>(memory);
     using L = Layout<FORMAT>;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     const int g = lane / 4, t = lane % 4, room = rows.room, n_segments = parts.n_segments;

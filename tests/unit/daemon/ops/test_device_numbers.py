@@ -13,7 +13,7 @@ from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.reader import open_model
 from tests.bench.synthetic_gguf import Shape, write_synthetic
 from tests.gpu.blocks import random_rows, values_of
-from tests.gpu.device_numbers import HalvingOps, HeldModel, held_rows, held_values
+from tests.gpu.device_numbers import HeldModel, held_values
 
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "F16", "BF16", "F32"])
@@ -29,27 +29,13 @@ def test_held_values_are_halves_near_those_of_the_file(type_name: str) -> None:
         assert (held == exact).all()
 
 
-def test_rows_keep_eleven_bits() -> None:
-    x = np.array([[1000.0, 1 / 3, 0.0, -2e-3], [0.0, 0.0, 0.0, 0.0], [3e-30, 1e-30, -1e-30, 0.0]], np.float32)
-    held = held_rows(x)
-    assert (np.abs(held - x) <= 2.0**-11 * np.abs(x)).all()
-    assert not (held == x).all()
-
-
 def test_a_model_of_held_weights_answers_nearly_the_same(tmp_path: Path) -> None:
     path = write_synthetic(
         tmp_path / "m.gguf", Shape(2, 256, 512, 4, 2, 64, 512, 128, 1e4, "Q4_1", tied=True)
     )
-    backend = NumpyBackend()
-    ops = backend.ops = HalvingOps(backend.memory)
     with open_model(path) as file:
-        plain, held = Engine(file, NumpyBackend()), Engine(HeldModel.of(file), backend)
+        plain, held = Engine(file, NumpyBackend()), Engine(HeldModel.of(file), NumpyBackend())
     tokens = list(range(40))
     expected = plain.forward(Rows.chain(plain.open(), tokens), Kind.PROMPT).logits
-    off = []
-    for ops.halves in (False, True):
-        got = held.forward(Rows.chain(held.open(), tokens), Kind.PROMPT).logits
-        off.append(float(np.abs(got - expected).max()))
-    assert 0 < off[0] < 0.02
-    assert 0 < off[1] < 0.02
-    assert off[0] != off[1]
+    got = held.forward(Rows.chain(held.open(), tokens), Kind.PROMPT).logits
+    assert 0 < np.abs(got - expected).max() < 0.02
