@@ -13,6 +13,10 @@ import pytest
 
 from slotd.client.chat_template import ChatTemplate
 from slotd.client.tokenizer import Tokenizer
+from slotd.daemon.engine import Engine
+from slotd.daemon.models.registry import MODELS
+from slotd.daemon.numpy_backend import NumpyBackend
+from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.block_types import block_type
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.gguf_header import Header, parse_header
@@ -254,3 +258,15 @@ def test_a_published_shape_in_another_type(tmp_path: Path) -> None:
         shape = small("qwen35-0.8b", weight_type=weight_type, n_layer=4)
         file = Written(tmp_path, shape)
         assert file.kinds["blk.0.attn_gate.weight"] == file.kinds["blk.0.ssm_alpha.weight"] == kind
+
+
+@pytest.mark.parametrize("name", [name for name in QWEN if PRESETS[name].arch in MODELS])
+def test_a_small_model_of_each_shape_runs(tmp_path: Path, name: str) -> None:
+    """In K/V types that all of their heads can have; the blocks for further tokens are left out."""
+    mtp = 1 if PRESETS[name].arch == "qwen35" else 0
+    with open_model(write_synthetic(tmp_path / "m.gguf", small(name, n_mtp=mtp), seed=1)) as file:
+        engine = Engine(file, NumpyBackend(), k_type="tq3_0", v_type="tq3_0")
+    ids = np.random.default_rng(0).integers(3, 500, 80).tolist()
+    logits = engine.forward(Rows.chain(engine.open(), ids), Kind.PROMPT).logits[0]
+    assert np.isfinite(logits).all()
+    assert 1 < logits.std() < 4
