@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,24 @@ def test_qwen35() -> None:
     assert (h.rope_base, h.rope_dims, h.head_dim) == (1e7, 8, 32)
     assert h.delta_net.channels == 160
     assert h.delta_net.state_bytes == 4 * 6 * (3 * 160 + 6 * 16 * 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_tensors"),
+    [
+        ({"n_layer": 64, "layers": 48, "value_heads": 48, "tied": False}, 851),  # 27B
+        ({"n_layer": 24, "layers": 18, "value_heads": 16, "tied": True}, 320),  # 0.8B
+    ],
+)
+def test_published_models_have_so_many_tensors(shape: dict[str, Any], n_tensors: int) -> None:
+    with open_model(QWEN35) as model:
+        h, n_layer = model.hyper, shape["n_layer"]
+    net = DeltaNet(tuple(i for i in range(n_layer) if (i + 1) % 4), 4, 128, 16, shape["value_heads"])
+    assert len(net.layers) == shape["layers"]
+    published = dataclasses.replace(h, n_layer=n_layer, tied=shape["tied"], delta_net=net)
+    assert len(expected_tensors(published)) == n_tensors
+    state_mib = net.state_bytes / 2**20
+    assert round(state_mib, 1) == (149.6 if n_tensors == 851 else 19.3)
 
 
 def test_blocks_for_further_tokens_are_left_out() -> None:
