@@ -67,8 +67,8 @@ class CudaBackend:
         )
         self._shape.check()
         return CudaPageStore(
-            partial(CudaPages, stream=self.stream), self.memory, h.n_layer, h.n_head_kv, h.head_dim,
-            h.value_dim, kv_type(k_type), kv_type(v_type),
+            partial(CudaPages, stream=self.stream), self.memory, len(h.attention_layers), h.n_head_kv,
+            h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type),
         )  # fmt: skip
 
     def recurrent_store(self, hyper: HyperParameters) -> None:

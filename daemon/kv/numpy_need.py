@@ -18,6 +18,7 @@ FLOAT32_BYTES = 4
 #: Tensors that lie in one array: parts of their names, and the name that they have together.
 JOINED = {
     "attn_q": "attn_qkv", "attn_k": "attn_qkv", "attn_v": "attn_qkv",
+    "attn_gate": "attn_qkv", "ssm_beta": "attn_qkv", "ssm_alpha": "attn_qkv",
     "ffn_gate": "ffn_gate_up", "ffn_up": "ffn_gate_up",
 }  # fmt: skip
 
@@ -73,10 +74,17 @@ def _working(h: HyperParameters, context: int) -> int:
     q, o = h.n_head * h.head_dim, h.n_head * h.value_dim
     kv = h.n_head_kv * (h.head_dim + h.value_dim)
     rows = n * (3 * h.n_embd + 3 * q + 2 * o + kv + 3 * h.n_ff) * FLOAT32_BYTES
+    states = 0
+    if net := h.delta_net:
+        rows += n * (net.channels + 4 * net.value_width + 2 * net.n_value_heads) * FLOAT32_BYTES
+        # A prompt computes the next state beside the sequence's own, which is counted apart.
+        states = (
+            2 * size_class(net.state_bytes) - net.state_bytes + size_class(net.state_bytes // len(net.layers))
+        )
     scores = min(SCORE_BYTES, min(n, PAGE) * h.n_head * (context + 2 * PAGE) * FLOAT32_BYTES)
     products = scores * h.value_dim // PAGE
     converted = SEGMENT_PAGES * PAGE * kv * FLOAT32_BYTES
     rope = 3 * (context + 1024) * h.rope_dims // 2 * 2 * FLOAT32_BYTES
     logits = 2 * h.n_vocab * FLOAT32_BYTES
     # A block of the pool is up to an eighth larger, and blocks of two lengths of context stay for a while.
-    return (rows + 2 * (scores + products) + converted + rope + logits) * 9 // 8
+    return (rows + 2 * (scores + products) + converted + rope + logits) * 9 // 8 + states

@@ -138,7 +138,7 @@ SCHEDULED, TIERS = "unit/daemon/test_recurrent_scheduler.py", "unit/daemon/test_
 
 #: Those on models with recurrent layers.
 RECURRENT_REPORTS = {
-    16: f"{SCHEDULED}::test_a_slot_is_exact_where_it_was_taken",
+    16: "e2e/test_recurrent_client.py::test_field_report_16_slots_do_not_change_an_answer",
     18: f"{TIERS}::test_field_report_18_a_file_comes_back_after_a_restart",
     24: f"{TIERS}::test_out_and_back_bit_exact",
     25: f"{SCHEDULED}::test_field_report_25_a_shorter_shared_prefix_is_computed_again",

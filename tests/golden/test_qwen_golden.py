@@ -37,6 +37,12 @@ def engine(request: pytest.FixtureRequest, name: str) -> Engine:
         return Engine(file, NumpyBackend(exact=request.param))
 
 
+@pytest.fixture(scope="module")
+def default_engine(name: str) -> Engine:
+    with open_model(DATA / f"{name}.gguf") as file:
+        return Engine(file, NumpyBackend())
+
+
 def run(
     engine: Engine, sequence: Sequence, ids: list[int], piece: int = 64, kind: Kind = Kind.PROMPT
 ) -> npt.NDArray[np.float32]:
@@ -65,9 +71,9 @@ def test_logits(engine: Engine, golden: Golden, piece: int, kind: Kind) -> None:
     engine.close(sequence)
 
 
-def test_restored_at_every_cut(engine: Engine, golden: Golden) -> None:
+def test_restored_at_every_cut(default_engine: Engine, golden: Golden) -> None:
     """The slot of each length was taken on the way; what it continues with is the golden rest."""
-    ids = golden["input_ids"].tolist()
+    engine, ids = default_engine, golden["input_ids"].tolist()
     source = engine.open()
     for cut in range(1, len(ids)):
         logits = run(engine, source, ids[cut - 1 : cut], kind=Kind.STEP)
