@@ -17,6 +17,7 @@ from slotd.daemon.arena_directory import make_arena
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.host_arena import HostArena
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
 from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS
 from slotd.daemon.ops.cuda_pages import MOST_ENTRIES, CudaPages
@@ -96,7 +97,7 @@ def test_pages_can_go_out_when_the_device_is_full(memory) -> None:
 def large() -> CudaPageStore:
     """Pages of 64 layers, 8 key/value heads of 128, float16: 262,144 bytes a token."""
     f16 = kv_type("f16")
-    return CudaPageStore(CudaPages, CudaMemory(CupyDevice()), 64, 8, 128, 128, f16, f16)
+    return CudaPageStore(CudaPages, CudaMemory(CupyDevice()), KvShape(64, 8, 128, 128, f16, f16))
 
 
 def test_rates_to_host_memory_and_back(large, capsys) -> None:
