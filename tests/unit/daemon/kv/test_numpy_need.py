@@ -35,7 +35,7 @@ def test_weights_are_what_the_pool_counts(model: Path) -> None:
     assert need_of(model, 100, "f32").weights == rig.engine.memory.live("weights")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35-mtp"])
 def test_weights_of_other_architectures(name: str) -> None:
     path = Path(__file__).resolve().parents[3] / "golden" / "data" / f"{name}.gguf"
     assert need_of(path, 100, "f32").weights == PressureRig(path).engine.memory.live("weights")
