@@ -132,17 +132,19 @@ def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
     noise = np.random.default_rng(3).bytes(n_bytes)
     large.write(pages, large.stored(np.frombuffer(noise, np.uint8).reshape(len(pages), -1), n_tokens))
 
-    def room() -> Bytes | None:
-        return arena.images(len(pages), large.page_bytes, {}, array("i", [1]), None)
+    def room(n_pages: int) -> Bytes:
+        found = arena.room(n_pages, large.page_bytes, {}, array("i", [1]), None)
+        assert found is not None
+        return found.images
 
-    unlocked = room()
+    unlocked = room(len(pages))
     rates = {
         "a pinned copy": n_bytes / median_seconds(pinned_copy(n_bytes)),
         "out, not locked": n_bytes / median_seconds(partial(large.read, pages, n_tokens, unlocked)),
     }
     assert unlocked.tobytes() == noise
     large.pin(arena)
-    images = room()
+    images = room(len(pages))
     first = partial(large.read, pages, n_tokens, images)
     rates["out, the first time"] = n_bytes / median_seconds(first, 1)
     assert images.tobytes() == noise
@@ -159,9 +161,9 @@ def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
     assert b"".join(large.read(pages, n_tokens).image(n).tobytes() for n in range(len(pages))) == other
     taken = arena.taken
     del unlocked, images, stored, first
-    small = arena.images(1, large.page_bytes, {}, array("i", [1]), None)  # what is free goes back
+    small = room(1)  # what is free goes back
     assert arena.taken < taken
-    again = room()
+    again = room(len(pages))
     again[...] = 0
     large.read(pages, n_tokens, again)
     assert again.tobytes() == other, "the driver wrote to pages that are not there any more"
