@@ -10,7 +10,7 @@ from typing import Any
 from slotd.daemon.backend import Logits
 from slotd.daemon.cuda_runner import CudaRunner
 from slotd.daemon.kv.cuda_store import CudaPageStore
-from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.memory.cuda_device import describe
 from slotd.daemon.memory.cuda_memory import CudaMemory
@@ -66,10 +66,8 @@ class CudaBackend:
             h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type, gated=h.delta_net is not None
         )
         self._shape.check()
-        return CudaPageStore(
-            partial(CudaPages, stream=self.stream), self.memory, len(h.attention_layers), h.n_head_kv,
-            h.head_dim, h.value_dim, kv_type(k_type), kv_type(v_type),
-        )  # fmt: skip
+        copies = partial(CudaPages, stream=self.stream)
+        return CudaPageStore(copies, self.memory, KvShape.of(h, k_type, v_type))
 
     def recurrent_store(self, hyper: HyperParameters) -> None:
         return None  # none of its architectures has recurrent layers

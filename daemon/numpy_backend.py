@@ -11,7 +11,7 @@ import numpy.typing as npt
 from slotd.daemon import blas_threads
 from slotd.daemon.backend import HostOutputs, Outputs
 from slotd.daemon.kv.batches import build_batch
-from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.recurrent_store import RecurrentStore
 from slotd.daemon.kv.store import PageStore
@@ -46,11 +46,7 @@ class NumpyBackend:
         self._threads = BlasThreads(adapt=not exact and not blas_threads.chosen_by_user())
 
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> PageStore:
-        h = hyper
-        return PageStore(
-            self.memory, len(h.attention_layers), h.n_head_kv, h.head_dim, h.value_dim, kv_type(k_type),
-            kv_type(v_type),
-        )  # fmt: skip
+        return PageStore(self.memory, KvShape.of(hyper, k_type, v_type))
 
     def recurrent_store(self, hyper: HyperParameters) -> RecurrentStore | None:
         return None if hyper.delta_net is None else RecurrentStore(self.memory, hyper.delta_net)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from slotd.daemon.kv.element_types import KvType
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage, Place, StoredPages
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, pages_for
 from slotd.daemon.memory import Ledger
@@ -55,24 +55,13 @@ class CudaPageStore(PageStorage):
         copies: makes what moves the bytes.
     """
 
-    def __init__(
-        self,
-        copies: MakePageCopies,
-        memory: Ledger,
-        n_layer: int,
-        n_head_kv: int,
-        head_dim: int,
-        value_dim: int,
-        k_type: KvType,
-        v_type: KvType,
-    ) -> None:
-        super().__init__(memory, n_layer, n_head_kv, head_dim, value_dim, k_type, v_type)
+    def __init__(self, copies: MakePageCopies, memory: Ledger, shape: KvShape) -> None:
+        super().__init__(memory, shape)
         self._copies = copies(memory, self.layout)
         self._segments: dict[int, Any] = {}
         self._tables: OrderedDict[int, tuple[list[int], Addresses]] = OrderedDict()
-        self._addresses: Addresses = np.zeros(
-            (2, 0), dtype=np.uint64
-        )  # by page; 0 = its segment is not there
+        # By page; 0: its segment is not there.
+        self._addresses: Addresses = np.zeros((2, 0), dtype=np.uint64)
 
     def _at(self, pages: Sequence[int]) -> Addresses:
         found: Addresses = self._addresses[:, pages]

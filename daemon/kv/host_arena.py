@@ -1,7 +1,9 @@
 """The host tier's memory: one shared piece, from which slots get room and in which they survive the process.
 
 Memory is taken in pieces as slots need it, before they are written, so running out is an error and never a
-signal. What is free at the end of the arena goes back to the system, but for one piece.
+signal. What is free at the end of the arena goes back to the system, but for one piece and as much as the
+largest slot has: a slot that is filled again and again is written beside what it held, and would else get its
+memory from the system each time.
 
 An array that was handed out carries its own life, as in `memory.ledger`: when it and its views are gone, its
 room is free. Checksums are made on a thread of their own, behind the move: until its checksum is there a slot
@@ -193,7 +195,9 @@ class HostArena:
         while self._released:
             payload = self._payloads.pop(self._released.popleft())
             self._unrecord(payload)
-        end = PIECE + max((p.offset + p.length for p in self._payloads.values()), default=DIRECTORY_BYTES)
+        held = self._payloads.values()
+        end = max((payload.offset + payload.length for payload in held), default=DIRECTORY_BYTES)
+        end += PIECE + max((payload.length for payload in held), default=0)
         if end < self._taken:
             self._give_back(end)
 

@@ -18,6 +18,7 @@ FLOAT32_BYTES = 4
 #: Tensors that lie in one array: parts of their names, and the name that they have together.
 JOINED = {
     "attn_q": "attn_qkv", "attn_k": "attn_qkv", "attn_v": "attn_qkv",
+    # Of a recurrent layer, which has no other attn_qkv.
     "attn_gate": "attn_qkv", "ssm_beta": "attn_qkv", "ssm_alpha": "attn_qkv",
     "ffn_gate": "ffn_gate_up", "ffn_up": "ffn_gate_up",
 }  # fmt: skip

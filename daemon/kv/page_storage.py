@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slotd.daemon.kv.element_types import KvType
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, Pages
 from slotd.daemon.memory import Ledger
 from slotd.daemon.memory.pinned_stretch import Stretch
@@ -54,28 +54,17 @@ class PageStorage(ABC):
 
     Args:
         memory: the ledger.
-        n_layer, n_head_kv, head_dim, value_dim: of the model.
-        k_type, v_type: how K and V are stored.
+        shape: of the model's K/V.
 
     Attributes:
         pages: who holds which.
         layout: where the bytes of a page lie.
     """
 
-    def __init__(
-        self,
-        memory: Ledger,
-        n_layer: int,
-        n_head_kv: int,
-        head_dim: int,
-        value_dim: int,
-        k_type: KvType,
-        v_type: KvType,
-    ) -> None:
+    def __init__(self, memory: Ledger, shape: KvShape) -> None:
         self.pages = Pages()
         self._memory = memory
-        k_row, v_row = k_type.format.row_bytes(head_dim), v_type.format.row_bytes(value_dim)
-        self.layout = PageLayout(n_layer, n_head_kv, k_row, v_row, SEGMENT_PAGES)
+        self.layout = shape.layout
 
     @property
     def bytes_per_token(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from slotd.daemon.kv.element_types import KvType
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage, Place, StoredPages
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES
 from slotd.daemon.memory import Ledger
@@ -39,21 +39,16 @@ class Segment:
 class PageStore(PageStorage):
     """Pages in host memory; see `PageStorage`."""
 
-    def __init__(
-        self,
-        memory: Ledger,
-        n_layer: int,
-        n_head_kv: int,
-        head_dim: int,
-        value_dim: int,
-        k_type: KvType,
-        v_type: KvType,
-    ) -> None:
-        super().__init__(memory, n_layer, n_head_kv, head_dim, value_dim, k_type, v_type)
+    def __init__(self, memory: Ledger, shape: KvShape) -> None:
+        super().__init__(memory, shape)
         self._segments: dict[int, Segment] = {}
-        shape = (n_layer, SEGMENT_PAGES, n_head_kv, PAGE)
-        self._k_shape, self._k_dtype = (*shape, k_type.items(head_dim)), k_type.dtype
-        self._v_shape, self._v_dtype = (*shape, v_type.items(value_dim)), v_type.dtype
+        rows, k_type, v_type = (
+            (shape.n_layer, SEGMENT_PAGES, shape.n_head_kv, PAGE),
+            shape.k_type,
+            shape.v_type,
+        )
+        self._k_shape, self._k_dtype = (*rows, k_type.items(shape.head_dim)), k_type.dtype
+        self._v_shape, self._v_dtype = (*rows, v_type.items(shape.value_dim)), v_type.dtype
 
     def _put_segment(self, number: int, block: Any) -> None:
         k_bytes = self.layout.offsets(0)[1]

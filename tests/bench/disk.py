@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_pieces import PieceReader, PieceWriter
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.save_plan import Image
@@ -74,7 +75,7 @@ class Rig:
     """A store of snapshots, and pages of K/V in memory as the daemon has them."""
 
     def __init__(self, path: Path, n_bytes: int) -> None:
-        self.kv = PageStore(DeviceMemory(), 30, 3, 64, 64, kv_type("f32"), kv_type("f32"))
+        self.kv = PageStore(DeviceMemory(), KvShape(30, 3, 64, 64, kv_type("f32"), kv_type("f32")))
         n_pages = max(1, n_bytes // self.kv.page_bytes)
         self.pages = self.kv.allocate(pages_for(n_pages * PAGE))
         self.n_bytes = n_pages * self.kv.page_bytes

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from slotd.daemon.kv.cuda_store import Addresses, CudaPageStore, MakePageCopies
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, Ledger
@@ -119,9 +120,9 @@ class Mirror:
         self, copies: MakePageCopies, memory: Ledger, n_pages: int, types: tuple[str, str] = ("f16", "f16"),
         shape: tuple[int, int, int, int] = (2, 3, 64, 32),
     ) -> None:  # fmt: skip
-        k, v = map(kv_type, types)
-        self.host = PageStore(DeviceMemory(), *shape, k, v)
-        self.cuda = CudaPageStore(copies, memory, *shape, k, v)
+        kv_shape = KvShape(*shape, *map(kv_type, types))
+        self.host = PageStore(DeviceMemory(), kv_shape)
+        self.cuda = CudaPageStore(copies, memory, kv_shape)
         self.pages = self.host.allocate(n_pages)
         assert self.cuda.allocate(n_pages) == self.pages
         self.rng = np.random.default_rng(0)

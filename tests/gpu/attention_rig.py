@@ -14,6 +14,7 @@ import numpy as np
 
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES, pages_for
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
@@ -165,15 +166,9 @@ class Placed:
         shape, rng = rig.shape, np.random.default_rng(rig.seed)
         self.rig = rig
         self.memory = DeviceMemory()
-        self.store = PageStore(
-            self.memory,
-            N_LAYER,
-            shape.n_head_kv,
-            shape.head_dim,
-            shape.value_dim,
-            kv_type(shape.k_type),
-            kv_type(shape.v_type),
-        )
+        types = kv_type(shape.k_type), kv_type(shape.v_type)
+        kv_shape = KvShape(N_LAYER, shape.n_head_kv, shape.head_dim, shape.value_dim, *types)
+        self.store = PageStore(self.memory, kv_shape)
         counts = [pages_for(len(call.committed) + len(call.rows)) for call in calls]
         pages = rng.permutation(self.store.allocate(sum(counts) + 3))  # three pages are nobody's
         self.segments = [self.store._segments[n] for n in sorted(self.store._segments)]

@@ -17,6 +17,7 @@ from slotd.daemon.arena_directory import make_arena
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.element_types import kv_type
 from slotd.daemon.kv.host_arena import HostArena
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.memory.cuda_memory import CudaMemory, CupyDevice
 from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS
 from slotd.daemon.ops.cuda_pages import MOST_ENTRIES, CudaPages
@@ -96,7 +97,7 @@ def test_pages_can_go_out_when_the_device_is_full(memory) -> None:
 def large() -> CudaPageStore:
     """Pages of 64 layers, 8 key/value heads of 128, float16: 262,144 bytes a token."""
     f16 = kv_type("f16")
-    return CudaPageStore(CudaPages, CudaMemory(CupyDevice()), 64, 8, 128, 128, f16, f16)
+    return CudaPageStore(CudaPages, CudaMemory(CupyDevice()), KvShape(64, 8, 128, 128, f16, f16))
 
 
 def test_rates_to_host_memory_and_back(large, capsys) -> None:
@@ -131,19 +132,19 @@ def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
     noise = np.random.default_rng(3).bytes(n_bytes)
     large.write(pages, large.stored(np.frombuffer(noise, np.uint8).reshape(len(pages), -1), n_tokens))
 
-    def room(n_pages: int = len(pages)) -> Bytes:
-        room = arena.room(n_pages, large.page_bytes, {}, array("i", [1]), None)
-        assert room is not None
-        return room.images
+    def room(n_pages: int) -> Bytes:
+        found = arena.room(n_pages, large.page_bytes, {}, array("i", [1]), None)
+        assert found is not None
+        return found.images
 
-    unlocked = room()
+    unlocked = room(len(pages))
     rates = {
         "a pinned copy": n_bytes / median_seconds(pinned_copy(n_bytes)),
         "out, not locked": n_bytes / median_seconds(partial(large.read, pages, n_tokens, unlocked)),
     }
     assert unlocked.tobytes() == noise
     large.pin(arena)
-    images = room()
+    images = room(len(pages))
     first = partial(large.read, pages, n_tokens, images)
     rates["out, the first time"] = n_bytes / median_seconds(first, 1)
     assert images.tobytes() == noise
@@ -162,7 +163,7 @@ def test_shared_memory_is_page_locked_as_slots_use_it(large, capsys) -> None:
     del unlocked, images, stored, first
     small = room(1)  # what is free goes back
     assert arena.taken < taken
-    again = room()
+    again = room(len(pages))
     again[...] = 0
     large.read(pages, n_tokens, again)
     assert again.tobytes() == other, "the driver wrote to pages that are not there any more"

@@ -9,6 +9,7 @@ import pytest
 
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.element_types import KV_TYPES, kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
 from tests.fakes.page_mirror import HostCopies, Mirror
@@ -23,7 +24,7 @@ def mirror(request: pytest.FixtureRequest) -> Mirror:
 
 def store(memory: DeviceMemory | None = None) -> CudaPageStore:
     f16 = kv_type("f16")
-    return CudaPageStore(HostCopies, memory or DeviceMemory(), 2, 3, 64, 32, f16, f16)
+    return CudaPageStore(HostCopies, memory or DeviceMemory(), KvShape(2, 3, 64, 32, f16, f16))
 
 
 def test_p52_the_noise_is_there(mirror: Mirror) -> None:

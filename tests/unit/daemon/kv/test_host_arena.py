@@ -87,6 +87,23 @@ def test_memory_is_taken_as_it_is_needed_and_given_back(
     assert (small == 1).all()
 
 
+def test_a_slot_that_is_filled_again_asks_for_no_memory(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_arena, "PIECE", 1 << 20)
+    arena = HostArena(descriptor, BUDGET, recorded=False)
+    released: list[int] = []
+    held = room(arena, 2000)
+    for n_pages in (2000, 2000):
+        held = room(arena, n_pages, fill=n_pages % 7)  # the old one goes when the new one is there
+    arena.on_release = released.append
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: 1 / 0)
+    for n_pages in (2000, 2000, 2000):
+        held = room(arena, n_pages, fill=n_pages % 7)
+    assert released == []
+    assert (held == 2000 % 7).all()
+
+
 def test_without_memory_it_is_an_error_and_without_a_hole_there_is_none(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

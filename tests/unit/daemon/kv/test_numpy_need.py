@@ -46,6 +46,12 @@ def test_weights_are_what_the_pool_counts(model: Path) -> None:
     assert need_of(model, 100, "f32").weights == rig.engine.memory.live("weights")
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35-mtp"])
+def test_weights_of_other_architectures(name: str) -> None:
+    path = Path(__file__).resolve().parents[3] / "golden" / "data" / f"{name}.gguf"
+    assert need_of(path, 100, "f32").weights == PressureRig(path).engine.memory.live("weights")
+
+
 @pytest.mark.parametrize(("context", "kv"), [(70, "f32"), (1000, "f16"), (2000, "f32")])
 def test_a_request_that_fills_the_context_is_answered_within_it(model: Path, context: int, kv: str) -> None:
     need = need_of(model, context, kv)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_pieces import PieceReader, PieceWriter
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.store import PageStore
@@ -18,7 +19,7 @@ from slotd.daemon.memory import DeviceMemory
 @pytest.mark.parametrize("cuts", [[0, 64], [0, 1, 2, 64], [0, 20, 40, 60], [0, 63, 64], [0, 5]])
 def test_pieces_of_pages_make_the_same_pages(types: tuple[str, str], cuts: list[int]) -> None:
     """P52: stored bytes are moved, whatever numbers they are."""
-    store = PageStore(DeviceMemory(), 3, 2, 64, 32, kv_type(types[0]), kv_type(types[1]))
+    store = PageStore(DeviceMemory(), KvShape(3, 2, 64, 32, *map(kv_type, types)))
     pages = store.allocate(4)
     noise = np.random.default_rng(1).integers(0, 256, (2, store.page_bytes), dtype=np.uint8)
     for page, image in zip(pages[:2], noise, strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from slotd.daemon.kv.element_types import KV_TYPES, kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import PAGE, SEGMENT_PAGES
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
@@ -15,7 +16,7 @@ LAYERS, HEADS, DIM, VALUE_DIM = 2, 3, 8, 4
 
 
 def store_in(memory: DeviceMemory, k: str = "f32", v: str = "f32") -> PageStore:
-    return PageStore(memory, LAYERS, HEADS, DIM, VALUE_DIM, kv_type(k), kv_type(v))
+    return PageStore(memory, KvShape(LAYERS, HEADS, DIM, VALUE_DIM, kv_type(k), kv_type(v)))
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_move_reads_all_before_it_writes(store: PageStore) -> None:
 @pytest.mark.parametrize("name", KV_TYPES)
 def test_p52_move_keeps_stored_bytes(name: str) -> None:
     """Whatever they mean: NaNs with a payload too."""
-    store = PageStore(DeviceMemory(), LAYERS, HEADS, 64, 32, kv_type(name), kv_type(name))
+    store = PageStore(DeviceMemory(), KvShape(LAYERS, HEADS, 64, 32, kv_type(name), kv_type(name)))
     (page,) = store.allocate(1)
     noise = np.random.default_rng(0).integers(0, 256, store.page_bytes, dtype=np.uint8)
     store.write_page(page, PAGE, noise.data)
@@ -150,7 +151,7 @@ def test_a_move_that_finds_no_room_changes_nothing(store: PageStore) -> None:
 @pytest.mark.parametrize("v", KV_TYPES)
 def test_every_pair_of_types_is_kept_as_bytes(k: str, v: str) -> None:
     """Sizes, copies and clearing, whatever the bytes are."""
-    store = PageStore(DeviceMemory(), LAYERS, HEADS, 64, 32, kv_type(k), kv_type(v))
+    store = PageStore(DeviceMemory(), KvShape(LAYERS, HEADS, 64, 32, kv_type(k), kv_type(v)))
     source, target = store.allocate(2)
     (run,) = store.runs([source, target])
     assert store.bytes_per_token * 2 * PAGE == run.k.nbytes + run.v.nbytes
@@ -177,7 +178,7 @@ def test_every_pair_of_types_is_kept_as_bytes(k: str, v: str) -> None:
 @pytest.mark.parametrize("n", [1, 17, PAGE])
 def test_bytes_of_a_page_come_back_as_they_were(k_type: str, v_type: str, n: int) -> None:
     """P52: stored bytes are moved, whatever numbers they are."""
-    store = PageStore(DeviceMemory(), LAYERS, HEADS, 64, 32, kv_type(k_type), kv_type(v_type))
+    store = PageStore(DeviceMemory(), KvShape(LAYERS, HEADS, 64, 32, kv_type(k_type), kv_type(v_type)))
     source, other, target = store.allocate(3)
     size = PAGE * store.bytes_per_token
     noise = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8).tobytes()

@@ -15,6 +15,7 @@ from slotd.daemon.kv import host_arena
 from slotd.daemon.kv.host_arena import HostArena
 from slotd.daemon.memory import pinned_stretch
 from slotd.daemon.memory.pinned_stretch import PinnedStretch
+from slotd.daemon.ops.page_layout import Bytes
 
 BASE, MIB = 1 << 30, 1 << 20
 
@@ -146,6 +147,12 @@ def arena() -> Iterator[HostArena]:
     os.close(descriptor)
 
 
+def images_in(arena: HostArena, n_pages: int) -> Bytes:
+    room = arena.room(n_pages, 10_000, {}, array("i", [1]), None)
+    assert room is not None
+    return room.images
+
+
 def test_an_arena_gives_no_memory_back_that_a_driver_knows(
     arena: HostArena, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,15 +161,12 @@ def test_an_arena_gives_no_memory_back_that_a_driver_knows(
     pinned = PinnedStretch(arena, driver.register, driver.unregister)
     held = []
     for n_pages in (3, 100, 700, 1200):
-        images = arena.images(n_pages, 10_000, {}, array("i", [1]), None)
-        assert images is not None
-        assert all(copied(pinned, driver, int(images.ctypes.data), images.nbytes))
-        held.append(images)
+        held.append(images_in(arena, n_pages))
+        assert all(copied(pinned, driver, int(held[-1].ctypes.data), held[-1].nbytes))
     known = pinned.known
     assert 19 * MIB < known <= arena.taken + 4096
-    del held[1:], images
-    images = arena.images(1, 10_000, {}, array("i", [1]), None)
+    del held[1:]
+    images = images_in(arena, 1)
     assert arena.taken < known
     assert all(end <= arena.address + arena.taken + 4096 for end in driver.known.values())
-    assert images is not None
     assert all(copied(pinned, driver, int(images.ctypes.data), images.nbytes))

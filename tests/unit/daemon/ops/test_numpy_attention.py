@@ -11,6 +11,7 @@ import pytest
 
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import KV_TYPES, kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import pages_for
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
@@ -44,7 +45,7 @@ class Context:
         n_head, n_group = heads
         dim, value_dim = dims
         self.types = {"k": kv_type(k), "v": kv_type(v)}
-        self.store = PageStore(self.memory, LAYERS, n_group, dim, value_dim, *self.types.values())
+        self.store = PageStore(self.memory, KvShape(LAYERS, n_group, dim, value_dim, *self.types.values()))
         rng = np.random.default_rng(0)
         total = committed + n
         self.q = rng.standard_normal((n, n_head, dim), dtype=np.float32) * 2

@@ -8,6 +8,7 @@ import pytest
 
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.element_types import kv_type
+from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory
@@ -146,7 +147,7 @@ def test_fused_ops_are_their_parts(ops: NumpyOps) -> None:
 @pytest.mark.parametrize("style", ["interleaved", "half"])
 def test_rope_store_is_its_parts(ops: NumpyOps, style: RopeStyle) -> None:
     heads = Heads(n_head=4, n_head_kv=2, head_dim=8, value_dim=6)
-    store = PageStore(ops.memory, 2, 2, 8, 6, kv_type("f32"), kv_type("f16"))
+    store = PageStore(ops.memory, KvShape(2, 2, 8, 6, kv_type("f32"), kv_type("f16")))
     sequence = Sequence()
     sequence.pages = store.allocate(2)
     sequence.tokens.extend([0] * 60)
