@@ -28,7 +28,7 @@ CASES: list[dict[str, Any]] = json.loads((DATA / "smollm2_greedy.json").read_tex
 #: A token may differ from the golden one where the two best logits are closer than this.
 MARGIN = 0.05
 
-#: What the last logits of a golden prompt may be off, by K/V on the device and the weights that NumPy computes
+#: What the last logits of a golden prompt may be off, by K/V on the device and the weights NumPy computes
 #: with: those of the file, or as the device has them, rounded to halves, for which 0.02 was asked.
 BOUNDS = {("f32", "weights"): 0.001, ("f32", "file"): 0.05, ("f16", "weights"): 0.05, ("f16", "file"): 0.1}
 
