@@ -62,10 +62,10 @@ class CudaBackend:
                 f"architecture {h.arch!r} is not supported on a CUDA device in this version "
                 f"(supported: {supported}; --device cpu runs it)"
             )
-        self._shape = AttentionShape(
+        shape = AttentionShape(
             h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type, gated=h.delta_net is not None
         )
-        self._shape.check()
+        self._attention = CudaAttention(shape, DeviceLimits.of(self._properties))
         copies = partial(CudaPages, stream=self.stream)
         return CudaPageStore(copies, self.memory, KvShape.of(h, k_type, v_type))
 
@@ -79,8 +79,7 @@ class CudaBackend:
             model = load_model(file, self.ops, max_ctx)
         finally:
             self.ops.loaded()
-        attention = CudaAttention(self._shape, DeviceLimits.of(self._properties))
-        return CudaRunner(model, self.ops, attention, store, self.memory, self.stream, max_ctx)
+        return CudaRunner(model, self.ops, self._attention, store, self.memory, self.stream, max_ctx)
 
     def keep_logits(self, logits: Logits) -> Logits:
         return logits.copy()

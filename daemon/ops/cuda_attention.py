@@ -207,7 +207,7 @@ class CudaAttention:
         find: kernel by name.
 
     Raises:
-        ConfigError: heads that no kernel takes.
+        ConfigError: heads that no kernel takes, or that the device has too little shared memory for.
     """
 
     def __init__(
@@ -220,6 +220,9 @@ class CudaAttention:
         self._kind = "f16" if shape.k_type == shape.v_type == "f16" else "any"
         self._k_layer_bytes = SEGMENT_PAGES * shape.n_head_kv * TILE * shape.k_row_bytes
         self._v_layer_bytes = SEGMENT_PAGES * shape.n_head_kv * TILE * shape.v_row_bytes
+        if not shape.plain:  # what every request needs
+            self.step_resources(wide=False)
+            self.prompt_bytes()
 
     def rope_store(
         self,
@@ -366,7 +369,7 @@ class CudaAttention:
             if n_stages >= 2:
                 return n_stages, fixed + n_stages * stage, blocks
         raise ConfigError(
-            f"step attention needs {fixed + 2 * stage} bytes of shared memory for a block, "
+            f"step attention with heads of {shape.head_dim} needs {fixed + 2 * stage} bytes of shared memory for a block, "
             f"the device has {self._limits.shared_per_block}"
         )
 
@@ -379,16 +382,21 @@ class CudaAttention:
             heads=self._heads(layer, q, out, batch, scale),
             blocks=batch.at("entries"),
         )
+        grid = (shape.n_head, batch.n_entries)
+        prompt = self._kernel("attention_prompt", self._kind)
+        prompt.launch(grid, shape.threads, (args,), smem=self.prompt_bytes(), stream=stream, pdl=True)
+
+    def prompt_bytes(self) -> int:
+        """Dynamic shared memory of a block of prompt attention. Raises ConfigError: the device has less."""
+        shape = self.shape
         shared = PROMPT_BLOCK_ROWS * 2 * shape.head_dim + 2 * TILE * (shape.k_row_bytes + shape.v_row_bytes)
         shared += shape.unpacked_bytes()
         if shared > self._limits.shared_per_block:
             raise ConfigError(
-                f"prompt attention needs {shared} bytes of shared memory for a block, "
+                f"prompt attention with heads of {shape.head_dim} needs {shared} bytes of shared memory for a block, "
                 f"the device has {self._limits.shared_per_block}"
             )
-        grid = (shape.n_head, batch.n_entries)
-        prompt = self._kernel("attention_prompt", self._kind)
-        prompt.launch(grid, shape.threads, (args,), smem=shared, stream=stream, pdl=True)
+        return shared
 
     def attention_plain(
         self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float, stream: Any = None

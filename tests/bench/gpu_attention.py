@@ -161,7 +161,7 @@ def tree_parents(n: int) -> list[int]:
 
 def steps(report: Report) -> None:
     for heads, kv_type in (
-        ("27b", "q8_0"), ("27b", "f16"), ("27b", "q4_0"),
+        ("27b", "q8_0"), ("27b", "f16"), ("27b", "q4_0"), ("27b", "tq3_0"),
         ("23b", "f16"), ("23b", "q8_0"), ("smollm", "f16"), ("23b", "q4_0"),
     ):  # fmt: skip
         shape = AttentionShape(*HEADS[heads], HEADS[heads][2], kv_type, kv_type)

@@ -48,15 +48,17 @@ def test_every_pair_of_types(k_type: str, v_type: str) -> None:
     assert_close(rig.run([call], step=False), rig.expected([call]), 4e-3, "prompt")
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "bf16", "q8_0", "q4_0", "q5_1", "tq3_0"])
-@pytest.mark.parametrize("committed", [63, 511, 513, 2000])
+@pytest.mark.parametrize(
+    ("kv_type", "committed"),
+    [*itertools.product(("f16", "q8_0", "tq3_0"), (63, 513, 1100)), ("bf16", 513), ("q5_1", 513)],
+)
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(kv_type: str, committed: int) -> None:
     """One row alone = each row of trees: both step kernels, whole splits and single tiles."""
     rig = make_rig("27b", kv_type, kv_type)
-    for n in (2, 7, 23, 64):
+    for n in (2, 23, 64):
         call = make_call(rig, committed, n, 5, tree=True)
         together = rig.run([call])
-        for row in sorted({0, n // 2, n - 1}):
+        for row in (0, n - 1):
             assert_same_bits(rig.run([alone(call, row)])[0], together[row], (n, row))
         rig.most_single = 0
         assert_same_bits(rig.run([call], bucket=64, context=250_000), together, "splits in one piece")
