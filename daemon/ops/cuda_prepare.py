@@ -80,6 +80,21 @@ def gate(memory: Ledger, y: Any, qkv: Any, head_dim: int, kind: RowKind = RowKin
     return out
 
 
+def head_norm(
+    memory: Ledger, o: Any, projected: Any, first: int, weight: Any, eps: float,
+    kind: RowKind = RowKind.HALVES,
+) -> Rows:  # fmt: skip
+    """o / sqrt(mean(o^2) + eps) * weight * silu(z), prepared; the mean over each head.
+
+    o: float32 [n, m]. projected: float32 [n, l], z its columns from `first` on. weight: float32 [S], the
+    same for each head of S = 16, 32, 64 or 128 numbers.
+    """
+    n, width = o.shape
+    out, z, stride = room(memory, kind, n, width), projected.data.ptr + 4 * first, projected.strides[0] // 4
+    _launch("delta", out, width, (o, z, stride, weight, np.float32(eps), len(weight), width))
+    return out
+
+
 def rounds_for(width: int) -> int:
     """Segments that a warp takes of a row.
 

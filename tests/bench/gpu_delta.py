@@ -146,6 +146,8 @@ def steps(report: Report) -> None:
             plain = len(parents) == 1
             call = Call(sizes, parents, n_sequences, write=plain)
             inputs, d = call.inputs(1), call.delta
+            if plain:
+                inputs.u = 0  # nothing is replayed
 
             def conv(i: int, call: Call = call, inputs: Inputs = inputs) -> None:
                 call.delta.conv(
@@ -197,6 +199,7 @@ def prompts(report: Report) -> None:
                 continue
             call = Call(sizes, list(range(-1, n - 1)), 1, write=True)
             inputs, d = call.inputs(1), call.delta
+            inputs.u = 0
 
             def conv(i: int, call: Call = call, inputs: Inputs = inputs) -> None:
                 call.delta.conv(

@@ -24,7 +24,8 @@ from tests.gpu.delta_rig import (
     recurrent,
 )
 
-LIMIT = 3e-6
+#: The hardware's 2^x is off by 1e-7 in each of up to 64 rows.
+LIMIT = 1e-5
 
 
 def check(

@@ -67,6 +67,23 @@ def test_gate(memory, heads, dim) -> None:
     )
 
 
+@pytest.mark.parametrize(("heads", "size"), [(6, 16), (17, 32), (5, 64), (2, 128), (48, 128), (70, 128)])
+def test_head_norm(memory, heads, size) -> None:
+    """What the delta rule gives: norm of each head, then the gate."""
+    rng = np.random.default_rng(5)
+    o = rng.standard_normal((5, heads, size)).astype(np.float32)
+    o *= 10.0 ** rng.uniform(-2, 1, (5, heads, 1)).astype(np.float32)
+    projected = rng.standard_normal((5, 20 + heads * size + 12)).astype(np.float32) * 4
+    weight = rng.uniform(0.5, 2, size).astype(np.float32)
+    normed = o / np.sqrt((o.astype(np.float64) ** 2).mean(axis=2, keepdims=True) + 1e-6) * weight
+    z = projected[:, 20 : 20 + heads * size].astype(np.float64)
+    expected = normed.reshape(5, -1) * z / (1 + np.exp(-z))
+    args = (cupy.asarray(o.reshape(5, -1)), cupy.asarray(projected), 20, cupy.asarray(weight), 1e-6)
+    close(unpack(cuda_prepare.head_norm(memory, *args), heads * size), expected)
+    codes, scales = unpack_integers(cuda_prepare.head_norm(memory, *args, RowKind.INTEGERS), heads * size)
+    assert (np.abs(codes * scales - expected) <= 0.501 * scales).all()
+
+
 def test_rows_that_are_not_finite_stay_so_and_alone(memory) -> None:
     x = np.ones((3, 576), np.float32)
     x[1, 7] = np.nan

@@ -13,6 +13,7 @@
 #include "delta.cuh"
 
 constexpr int BLOCK = 64;
+constexpr int PANEL = 16;  // rows of a step of the triangular solution
 constexpr int THREADS = 256;
 constexpr int P_STRIDE = BLOCK + 4;
 
@@ -176,18 +177,37 @@ DEVICE void make_lower(const BlockLayout<S>& at, float* p) {
         }
 }
 
-// (I + L) x = right-hand side for one of its columns, x in place of it.
-DEVICE void solve(float (&x)[BLOCK], const float* lower) {
+// x[i] -= L_ij x[j] for 16 rows i from `first` on and the 16 rows j in front; j ascending. BELOW: i > j only.
+template <bool BELOW>
+DEVICE void eliminate(float (&x)[BLOCK], int first, const float* lower) {
 #pragma unroll
-    for (int j = 0; j < BLOCK - 1; ++j)
+    for (int j = 0; j < PANEL; ++j)
 #pragma unroll
-        for (int four = (j + 1) / 4; four < BLOCK / 4; ++four) {
+        for (int four = BELOW ? (j + 1) / 4 : 0; four < PANEL / 4; ++four) {
             const float4 l = *reinterpret_cast<const float4*>(lower + j * P_STRIDE + 4 * four);
             const float column[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (4 * four + i > j) x[4 * four + i] = fmaf(-column[i], x[j], x[4 * four + i]);
+                if (!BELOW || 4 * four + i > j)
+                    x[first + 4 * four + i] = fmaf(-column[i], x[j], x[first + 4 * four + i]);
         }
+}
+
+// (I + L) x = right-hand side for one of its columns, x used up -> to [64], `step` apart. A panel of 16 rows at a time, so
+// that the code is short: the rows that are left move to the front of x.
+DEVICE void solve(float (&x)[BLOCK], const float* lower, float* to, int step) {
+#pragma unroll 1
+    for (int panel = 0; panel < BLOCK; panel += PANEL) {
+        const float* l = lower + panel * P_STRIDE + panel;
+        eliminate<true>(x, 0, l);
+#pragma unroll
+        for (int below = PANEL; below < BLOCK; below += PANEL)
+            if (panel + below < BLOCK) eliminate<false>(x, below, l + below);
+#pragma unroll
+        for (int i = 0; i < PANEL; ++i) to[(panel + i) * step] = x[i];
+#pragma unroll
+        for (int i = PANEL; i < BLOCK; ++i) x[i - PANEL] = x[i];
+    }
 }
 
 // grid: (blocks, Hv).
@@ -208,6 +228,9 @@ DEVICE void delta_prompt_blocks(const Prompt& d) {
         const int i = threadIdx.x - WARP;
         at.beta[i] = d.inputs.beta[(row + i) * n_heads + head];
     }
+    cp_async_wait<0>();
+    __syncthreads();
+    make_lower<S>(at, d.work.p + item * BLOCK * BLOCK);
     const int column = threadIdx.x % S;
     const bool values = threadIdx.x < S, keys = threadIdx.x >= S && threadIdx.x < 2 * S;
     float x[BLOCK];
@@ -216,9 +239,6 @@ DEVICE void delta_prompt_blocks(const Prompt& d) {
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) x[i] = v[static_cast<u64>(i) * n_heads * S];
     }
-    cp_async_wait<0>();
-    __syncthreads();
-    make_lower<S>(at, d.work.p + item * BLOCK * BLOCK);
     __syncthreads();
     if (!values && !keys) return;
 #pragma unroll
@@ -226,10 +246,7 @@ DEVICE void delta_prompt_blocks(const Prompt& d) {
         if (keys) x[i] = __fmul_rn(at.k[i * at.STRIDE + column], at.grown[i]);
         x[i] = __fmul_rn(at.beta[i], x[i]);
     }
-    solve(x, at.lower);
-    float* to = (values ? d.work.u : d.work.w) + item * BLOCK * S + column;
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) to[i * S] = x[i];
+    solve(x, at.lower, (values ? d.work.u : d.work.w) + item * BLOCK * S + column, S);
 }
 
 // ----- the walk

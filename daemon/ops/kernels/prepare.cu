@@ -274,3 +274,60 @@ GATE_ENTRIES(3, 3, Prepared)
 GATE_ENTRIES(1, q8_1, Integers)
 GATE_ENTRIES(2, q8_2, Integers)
 GATE_ENTRIES(3, q8_3, Integers)
+
+// ----- what the delta rule gives: normed by heads, gated
+
+// o / sqrt(mean(o^2) + eps) * weight * silu(z), the mean over each head of `size` numbers; z in rows of `stride`. Four columns
+// are of one head; its squares are added in the lanes first, then over w, hi, t as far as it reaches.
+template <int ROUNDS, typename Target>
+DEVICE void prepare_head_normed(const float* o, const float* z, int stride, const float* weight, float eps, int size,
+                                int width, const Target& to) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    pdl_wait();
+    pdl_launch();
+    Eight values[ROUNDS], gates[ROUNDS];
+    load_row(values, o + static_cast<u64>(blockIdx.x) * width, width);
+    load_row(gates, z + static_cast<u64>(blockIdx.x) * stride, width);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        float sums[2];
+#pragma unroll
+        for (int hi = 0; hi < 2; ++hi) {
+            const float* v = values[r].v + 4 * hi;
+            float sum = fmaf(v[3], v[3], fmaf(v[2], v[2], fmaf(v[1], v[1], __fmul_rn(v[0], v[0]))));
+            sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 4));
+            sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 8));
+            if (size >= 32) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 16));
+            sums[hi] = sum;
+        }
+        if (size >= 64) sums[0] = sums[1] = __fadd_rn(sums[0], sums[1]);
+#pragma unroll
+        for (int hi = 0; hi < 2; ++hi) {
+            if (size >= 128) sums[hi] = __fadd_rn(sums[hi], __shfl_xor_sync(ALL_LANES, sums[hi], 1));
+            const float mean = __fdiv_rn(sums[hi], static_cast<float>(size));
+            const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+            const float* w = weight + (first_column(warp + r * n_warps, lane) + 32 * hi) % size;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float g = gates[r].v[4 * hi + i], gate = __fdiv_rn(g, __fadd_rn(1.0f, exp_shared(-g)));
+                float& v = values[r].v[4 * hi + i];
+                v = __fmul_rn(__fmul_rn(__fmul_rn(v, inverse), w[i]), gate);
+            }
+        }
+    }
+    prepare(values, segments_of(width), to);
+}
+
+#define DELTA_ENTRIES(ROUNDS, NAME, TARGET)                                                                            \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        prepare_delta_##NAME(const float* o, const float* z, int stride, const float* weight, float eps, int size,     \
+                             int width, TARGET to) {                                                                   \
+        prepare_head_normed<ROUNDS>(o, z, stride, weight, eps, size, width, to);                                       \
+    }
+
+DELTA_ENTRIES(1, 1, Prepared)
+DELTA_ENTRIES(2, 2, Prepared)
+DELTA_ENTRIES(3, 3, Prepared)
+DELTA_ENTRIES(1, q8_1, Integers)
+DELTA_ENTRIES(2, q8_2, Integers)
+DELTA_ENTRIES(3, q8_3, Integers)
