@@ -369,7 +369,7 @@ class CudaAttention:
             if n_stages >= 2:
                 return n_stages, fixed + n_stages * stage, blocks
         raise ConfigError(
-            f"step attention, heads of {shape.head_dim}: a block needs {fixed + 2 * stage} bytes of shared memory, "
+            f"step attention, heads of {shape.head_dim}: {fixed + 2 * stage} bytes of shared memory a block, "
             f"the device has {self._limits.shared_per_block}"
         )
 
@@ -393,7 +393,7 @@ class CudaAttention:
         shared += shape.unpacked_bytes()
         if shared > self._limits.shared_per_block:
             raise ConfigError(
-                f"prompt attention, heads of {shape.head_dim}: a block needs {shared} bytes of shared memory, "
+                f"prompt attention, heads of {shape.head_dim}: {shared} bytes of shared memory a block, "
                 f"the device has {self._limits.shared_per_block}"
             )
         return shared

@@ -46,7 +46,7 @@ def test_heads_that_a_device_is_too_small_for_are_refused_before_a_model_is_load
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"attention with heads of 256 needs \d+ bytes of shared memory for a block, the device has",
+        match=r"attention, heads of 256: \d+ bytes of shared memory a block, the device has",
     ):
         CudaAttention(AttentionShape(24, 4, 256, 256, "f16", "f16"), limits)
     CudaAttention(AttentionShape(32, 8, 128, 128, "q8_0", "q8_0"), limits)
