@@ -88,9 +88,8 @@ struct NarrowQueries {
     static constexpr bool KEPT = D < 256;
     u32 q[KEPT ? D / 16 : 1][4];
     const u8* tile;
-    bool more;  // than eight rows
 
-    DEVICE NarrowQueries(const u8* tile, int count) : tile(tile), more(count > 8) {
+    DEVICE explicit NarrowQueries(const u8* tile) : tile(tile) {
         if constexpr (KEPT)
 #pragma unroll
             for (int kk = 0; kk < D / 16; ++kk) fragment_a<D>(q[kk], tile, 0, kk);
@@ -100,10 +99,10 @@ struct NarrowQueries {
         if constexpr (KEPT) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = q[kk][i];
-        } else if (more) {
-            fragment_a<D>(a, tile, 0, kk);
         } else {
-            fragment_a_half<D>(a, tile, 0, kk);
+            // All 16 rows, also where 8 are enough: with a choice here nvcc 13 drops all but the last product of the
+            // loop that asks.
+            fragment_a<D>(a, tile, 0, kk);
         }
     }
 };
@@ -119,7 +118,7 @@ DEVICE void raw_products(float s[4], const NarrowQueries<256>& queries, const Ke
         u32 a[4], b[4];
         fragment_b_raw<Q8>(b, row + block * block_bytes, keys.type);
         queries.fragment(a, 2 * block);
-        multiply(s, a, b, block == 0);
+        multiply(s, a, b, false);
         queries.fragment(a, 2 * block + 1);
         multiply(s, a, b + 2, false);
     }
@@ -129,6 +128,7 @@ template <int D, int N>
 DEVICE void products(float (&s)[N][4], const NarrowQueries<D>& queries, const Keys& keys) {
     const int warp = threadIdx.x / WARP;
     if constexpr (D == 256) {
+        s[0][0] = s[0][1] = s[0][2] = s[0][3] = 0.0f;
         if (keys.type == KV_Q8_0) return raw_products<true>(s[0], queries, keys);
         if (!is_16_bit(keys.type)) return raw_products<false>(s[0], queries, keys);
 #pragma unroll
@@ -136,7 +136,7 @@ DEVICE void products(float (&s)[N][4], const NarrowQueries<D>& queries, const Ke
             u32 a[4], b[4];
             fragment_b_long<D>(b, keys.at, warp, kk / 2);
             queries.fragment(a, kk);
-            multiply(s[0], a, b, kk == 0);
+            multiply(s[0], a, b, false);
             queries.fragment(a, kk + 1);
             multiply(s[0], a, b + 2, false);
         }
@@ -394,7 +394,7 @@ struct Packed {
 template <int D>
 DEVICE void run_narrow(const Step& step, const Layout<D>& at, const Entry& entry, int group, const Packed& packed, int k_row_bytes, int v_row_bytes) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const NarrowQueries<D> queries(at.queries, packed.count);
+    const NarrowQueries<D> queries(at.queries);
     const float factor[2] = {at.factors[g], at.factors[g + 8]};
     Narrow<D> state;
     state.clear();

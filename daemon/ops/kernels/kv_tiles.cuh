@@ -284,15 +284,6 @@ DEVICE void fragment_a(u32 a[4], const u8* tile, int m, int k) {
     ldmatrix_x4(a, tile + chunk_byte<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
 }
 
-// The same of which rows 8 .. 15 are zeros.
-template <int D>
-DEVICE void fragment_a_half(u32 a[4], const u8* tile, int m, int k) {
-    const int lane = threadIdx.x % WARP;
-    u32 rows[2];
-    ldmatrix_x2(rows, tile + chunk_byte<D>(16 * m + (lane & 7), 2 * k + (lane >> 3 & 1)));
-    a[0] = rows[0], a[1] = 0, a[2] = rows[1], a[3] = 0;
-}
-
 // b of two products: rows 16 n .. 16 n + 15 of the tile as columns, its columns 16 k .. as k.
 template <int D>
 DEVICE void fragment_b(u32 b[4], const u8* tile, int n, int k) {
