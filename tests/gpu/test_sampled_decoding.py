@@ -87,12 +87,13 @@ def test_tokens_are_those_of_the_logits_and_those_alone(
     scores: dict[int, list[Any]] = {number: [] for number in range(len(jobs))}
     for _ in range(STEPS):
         outputs = step(engine, jobs)
-        tokens = NextTokens(jobs, outputs)
-        for number, job in enumerate(jobs):
+        tokens, found = NextTokens(jobs, outputs), []
+        for number in range(len(jobs)):
             fetched.clear()
-            token, logprobs = tokens.of(number)
+            found.append(tokens.of(number))
             read[number] += len(fetched)
-            here = HostOutputs(outputs.logits, outputs.rows)
+        here = HostOutputs(outputs.logits, outputs.rows)  # behind all: what was fetched once is kept
+        for number, (job, (token, logprobs)) in enumerate(zip(jobs, found, strict=True)):
             expected, expected_logprobs = NextTokens([job], here, number).of(0)
             assert token == expected, (number, FIELDS[number])
             for got, want in zip(logprobs, expected_logprobs, strict=True):
