@@ -29,6 +29,13 @@ def test_prompts_and_other_widths() -> None:
     assert_same_bits(rig.run([call], step=False), rig.run([call]))
 
 
+def test_queries_behind_which_their_gates_stand() -> None:
+    rig = make_rig("smollm", "f32", "f32")
+    call = make_call(rig, 100, 3, 4)
+    gated = Rig(rig.shape.with_gates(), rig.device)
+    assert_same_bits(gated.run([call]), rig.run([call]))
+
+
 def test_tree_row_equals_its_path() -> None:
     rig = make_rig("smollm", "f32", "f32")
     call = make_call(rig, 500, 23, 3, True)

@@ -101,7 +101,10 @@ DEVICE void gather_tile(u8* target, const Path& path, int tile, u64 offset, int 
 template <int N>
 DEVICE void load_words(u32 words[N], const u8* shared) {
     const u32* aligned = reinterpret_cast<const u32*>(reinterpret_cast<u64>(shared) & ~3ull);
-    if (reinterpret_cast<u64>(shared) & 2) {
+    if constexpr (N == 1) {  // no branch: nothing behind the word is read where it is whole
+        const u32 second = static_cast<u32>(reinterpret_cast<u64>(shared)) >> 1 & 1;
+        words[0] = __funnelshift_r(aligned[0], aligned[second], 16 * second);
+    } else if (reinterpret_cast<u64>(shared) & 2) {
         u32 low = aligned[0];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
