@@ -24,6 +24,10 @@ TYPED := daemon client protocol
 # Architectures that `make kernels` compiles for.
 ARCHS = sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 
+# Processes that run tests side by side: whole files, each process with its own cores (tests/conftest.py).
+# `make test SIDE_BY_SIDE=` runs them one after the other.
+SIDE_BY_SIDE = -n 2 --dist loadfile --no-loadscope-reorder
+
 # What the targets for a GPU import. Where it is all there, nothing is installed: a machine with a GPU may have
 # its packages from elsewhere and reach no package index.
 GPU_IMPORTS := cupy, gguf, hypothesis, numpy, pytest, pytest_timeout
@@ -70,7 +74,7 @@ run: install
 # A complaint of the linters must not hide the result of the tests: both run, either one fails the target.
 test: install-test
 	@lint=0; $(MAKE) --keep-going lint || { lint=1; echo 'make lint failed, see above; the tests run nevertheless' >&2; }; \
-	tests=0; "$(PY)" -m pytest || tests=$$?; \
+	tests=0; "$(PY)" -m pytest $(SIDE_BY_SIDE) || tests=$$?; \
 	if [ $$lint -ne 0 ]; then echo 'make lint failed, see above the tests' >&2; fi; \
 	[ $$lint -eq 0 ] && exit $$tests || exit 1
 

@@ -15,11 +15,37 @@ import pytest
 # Tests import their support code as tests.fakes and so on.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slotd.daemon.blas_threads import usable_cores  # it does not import NumPy
+
+#: Files that take longest, the longest first. Tests that run side by side begin with them: then none of them
+#: is left at the end, when there is nothing else to do.
+LONG_FILES = (
+    "unit/daemon/ops/test_kernels_compile.py",
+    "e2e/test_golden_routes.py",
+    "e2e/test_agent_loop.py",
+    "e2e/test_chat_cli.py",
+)
+
+
+def _keep_to_own_cores() -> None:
+    """Give each of the processes that run tests side by side (pytest-xdist) its own part of the cores.
+
+    The daemons that it starts inherit them and choose their threads by them. Threads of a product spin while
+    they wait for each other: daemons that share cores would take several times as long.
+    """
+    number, count = os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    if number and count and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[int(number.removeprefix("gw")) % len(cores) :: int(count)]
+        os.sched_setaffinity(0, own[: max(1, usable_cores() // int(count))])
+
+
+_keep_to_own_cores()
+
 # OpenBLAS reads this once, when numpy is imported. It counts the machine's cores, not those that this process
 # may use, and its threads spin: more of them than cores make every product slower. The daemons that tests
 # spawn inherit it.
-_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-os.environ.setdefault("OPENBLAS_NUM_THREADS", str(_cores))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", str(usable_cores()))
 
 #: A model file to use instead of the default one: saves the download on a machine that has it.
 MODEL_VARIABLE = "SLOTD_MODEL_FOR_TESTS"
@@ -29,6 +55,13 @@ MODEL_VARIABLE = "SLOTD_MODEL_FOR_TESTS"
 for _name in [name for name in os.environ if name.startswith("SLOTD_")]:
     if _name not in (MODEL_VARIABLE, "SLOTD_HOME"):
         del os.environ[_name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With pytest-xdist, which hands files out in this order: those that take longest first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        rank = {f"tests/{name}": number for number, name in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
 
 
 def pytest_report_header() -> list[str]:
