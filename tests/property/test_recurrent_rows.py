@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -236,3 +237,46 @@ def test_a_prompt_is_committed_as_a_whole(rig: Rig) -> None:
     engine.commit(sequence, [])
     assert sequence.state is None
     engine.close(sequence)
+
+
+operations = st.one_of(
+    st.tuples(st.just("prompt"), st.integers(1, 90)),
+    st.tuples(st.just("tree"), trees(most=8), st.integers(-1, 7)),
+    st.sampled_from([("restore", "device"), ("restore", "host"), ("fork",), ("drop",)]),
+)
+
+
+@FEW
+@given(history=st.lists(operations, min_size=2, max_size=7))
+def test_any_history_ends_where_its_committed_tokens_do(
+    rig: Rig, history: list[tuple[str, Any, Any]]
+) -> None:
+    """Prompts, accepted paths, slots that come back, forks and dropped rows, in any order."""
+    engine, sequence = rig.engine, rig.engine.open()
+    engine.host_tier.budget = 1 << 20
+    for name, *what in history:
+        if name == "prompt":
+            run(engine, sequence, TOKENS[len(sequence) : len(sequence) + what[0]])
+        elif name == "tree":
+            (ids, parents), accepted = what
+            engine.forward(Rows.tree(sequence, ids, parents), Kind.STEP)
+            engine.commit(sequence, root_path(parents, min(accepted, len(ids) - 1)))
+        elif name == "drop":
+            engine.forward(Rows.chain(sequence, [1, 2, 3]), Kind.PROMPT)
+            engine.drop(sequence)
+        else:
+            source = sequence
+            if name == "restore":
+                engine.snapshot(0, source, tier=what[0])
+            else:
+                sequence = engine.fork(source)
+            run(engine, source, [7, 8, 9], Kind.STEP)  # what comes behind must not be seen
+            engine.close(source)
+            sequence = engine.restore(0) if name == "restore" else sequence
+    alone = filled(engine, sequence.tokens.tolist())
+    if len(alone):
+        assert_close(state_of(sequence), state_of(alone))
+    more = TOKENS[200:210]
+    assert_close(run(engine, sequence, more), run(engine, alone, more))
+    for done in (sequence, alone):
+        engine.close(done)
