@@ -19,7 +19,7 @@ from slotd.daemon.memory import DeviceLost, OutOfDeviceMemory
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Interrupt, Interrupted, Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch
-from slotd.daemon.ops.cuda_batch import BatchLayout, pack_prompt
+from slotd.daemon.ops.cuda_batch import BatchLayout, PageAddresses, pack_prompt
 from slotd.daemon.ops.cuda_graphs import PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
@@ -93,6 +93,22 @@ class CudaOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class _Room:
+    """What `reserve` has taken for a prompt call.
+
+    Attributes:
+        addresses: of the pages, by sequence.
+        layout, buffer: of the batch.
+        x: as large as the embedding. It is held until then: a pool would cut a free block up for others.
+    """
+
+    addresses: list[PageAddresses]
+    layout: BatchLayout
+    buffer: Any
+    x: Any
+
+
+@dataclass(frozen=True, slots=True)
 class _Prompt:
     """A prompt call between `embed` and `prompt`."""
 
@@ -150,25 +166,33 @@ class CudaRunner:
         self._stream = stream
         self._max_ctx = max_ctx
         self._steps = CudaSteps(model, ops, attention, store, memory, stream, max_ctx)
+        self._room: _Room | None = None
         self._staging = PinnedBuffer(1 << 16)
 
     # ----- prompts
 
     def reserve(self, rows: Rows) -> None:
-        # Taken and given back: the pool keeps the block for the embedding.
-        self._memory.empty((len(rows), self.model.hyper.n_embd))
+        self._room = None
+        addresses = self._steps.addresses(rows)
+        pages = sum(table.shape[1] for table in addresses)
+        layout = BatchLayout.for_prompt(len(rows), pages, self._max_ctx)
+        buffer = self._memory.empty((layout.nbytes,), np.uint8)
+        self._room = _Room(
+            addresses, layout, buffer, self._memory.empty((len(rows), self.model.hyper.n_embd))
+        )
 
     @_errors_that_stick
     def embed(self, rows: Rows) -> _Prompt:
         self._begin_call()
         self._steps.forget(rows.sequences)
-        n, addresses = len(rows), self._steps.addresses(rows)
-        layout = BatchLayout.for_prompt(n, sum(table.shape[1] for table in addresses), self._max_ctx)
-        buffer = self._memory.empty((layout.nbytes,), np.uint8)
+        room, self._room = self._room, None
+        assert room is not None  # the engine reserves before it embeds
+        layout, buffer = room.layout, room.buffer
         pinned = self._pinned(layout.nbytes)
-        packed = pack_prompt(self._attention.host_batch(layout, pinned.array), rows, addresses)
+        packed = pack_prompt(self._attention.host_batch(layout, pinned.array), rows, room.addresses)
         self._stream.upload(buffer.data.ptr, pinned, layout.nbytes)
-        batch = DeviceBatch(layout, buffer.data.ptr, n, packed.n_entries)
+        batch = DeviceBatch(layout, buffer.data.ptr, len(rows), packed.n_entries)
+        del room  # the block for the embedding is what the embedding gets
         call = CudaCall(self._attention, batch, None, held=buffer)
         return _Prompt(self.model.embed(tokens_of(layout, buffer)), call)
 
