@@ -179,7 +179,8 @@ struct Nibbles {
     }
 };
 
-// A block of 32 numbers of a quantised type, raw at `source`, as 64 bytes of halves.
+// A block of 32 numbers of a quantised type, raw at `source`, as 64 bytes of halves. GROUPS: it may be of tq3_0.
+template <bool GROUPS>
 DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
     u32* out = reinterpret_cast<u32*>(halves);
     const half2 d = half_pair(source);
@@ -195,7 +196,7 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
         }
         return;
     }
-    if (type == KV_TQ3_0) {
+    if (GROUPS && type == KV_TQ3_0) {
         u32 words[3];
         load_words<3>(words, source + 2);
 #pragma unroll
@@ -241,7 +242,7 @@ DEVICE void unpack_tile(u8* halves, const u8* raw, int type, int row_bytes) {
         const int row = D == 256 ? threadIdx.x / WARP * 8 + lane % 8 : threadIdx.x % TILE;
         const int block = D == 256 ? lane / 8 * 2 + i : threadIdx.x / TILE + i * (TILE_THREADS<D> / TILE);
         uint4 chunks[4];
-        unpack_block(chunks, raw + row * row_bytes + block * block_bytes, type);
+        unpack_block<D % 128 == 0>(chunks, raw + row * row_bytes + block * block_bytes, type);
         if (PAIRED) {
             pair_up(chunks[0], chunks[1]);
             pair_up(chunks[2], chunks[3]);
