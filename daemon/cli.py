@@ -122,9 +122,9 @@ def main() -> None:
     "--math",
     envvar="SLOTD_MATH",
     metavar="MODE",
-    help="How a GPU multiplies weights: exact (bits as with --exact), q8 (activations as 8-bit numbers: "
-    "faster decoding, less accurate; bits as with --exact) or fast (long prompts with cuBLAS: bits depend on "
-    "the pieces of a prompt) [default: exact].",
+    help="How a GPU multiplies weights: exact (bits as with --exact), q8 (in decoding, activations as 8-bit "
+    "numbers: faster for one sequence, less accurate; bits as with --exact) or fast (long prompts with "
+    "cuBLAS: bits depend on the pieces of a prompt) [default: exact].",
 )
 @click.option(
     "--memory-limit", envvar="SLOTD_MEMORY_LIMIT", metavar="SIZE", help="Most device memory, e.g. 4GiB."
