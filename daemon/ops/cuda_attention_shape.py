@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.cuda_batch import NARROW_QUERIES
@@ -47,10 +47,6 @@ class AttentionShape:
     k_type: str
     v_type: str
     gated: bool = False
-
-    def with_gates(self) -> AttentionShape:
-        """The same heads in rows with gates."""
-        return replace(self, gated=True)
 
     @property
     def plain(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,5 +113,5 @@ def test_queries_behind_which_their_gates_stand() -> None:
     for step, kv_type in ((True, "q8_0"), (False, "f16")):
         rig = make_rig("0.8b", kv_type, kv_type)
         call = make_call(rig, 300, 5, 11)
-        gated = Rig(rig.shape.with_gates(), rig.device, rig.seed)
+        gated = Rig(replace(rig.shape, gated=True), rig.device, rig.seed)
         assert_same_bits(gated.run([call], step=step), rig.run([call], step=step), step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,7 +34,7 @@ def test_prompts_and_other_widths() -> None:
 def test_queries_behind_which_their_gates_stand() -> None:
     rig = make_rig("smollm", "f32", "f32")
     call = make_call(rig, 100, 3, 4)
-    gated = Rig(rig.shape.with_gates(), rig.device)
+    gated = Rig(replace(rig.shape, gated=True), rig.device)
     assert_same_bits(gated.run([call]), rig.run([call]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_rotated_type(shape_name: str) -> None:
 def test_gated_heads_that_turn_in_part(kv_type: str) -> None:
     """256 numbers, of which 64 turn, with norms; the gates stay as they are."""
     rig = make_rig("0.8b", kv_type, kv_type)
-    gated = Rig(rig.shape.with_gates(), rig.device)
+    gated = Rig(replace(rig.shape, gated=True), rig.device)
     n, shape, rng = 5, gated.shape, np.random.default_rng(6)
     placed = Placed(gated, [make_call(gated, 61, n, 3)])
     qkv = rng.standard_normal((n, shape.qkv_width)).astype(np.float32)

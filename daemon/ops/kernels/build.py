@@ -17,9 +17,6 @@ from slotd.daemon.ops.kernels.sources import FOLDER, Source, check_arch, kernel_
 #: Options of every file. Subnormals are kept and divisions are exact (NVRTC's defaults), as in NumPy.
 FLAGS = ("-std=c++17",)
 
-#: Kernels of one file are compiled side by side, a fixed number, so that every machine gets the same bytes.
-_SPLIT, _SPLIT_SINCE = "-split-compile=8", (13, 0)
-
 #: Headers of the toolkit whose content is part of the key: kernels inline what is in them.
 _TOOLKIT_HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")
 
@@ -129,10 +126,6 @@ def _toolkit_digest() -> bytes:
                 digest.update((folder / name).read_bytes())
                 break
     return digest.digest()
-
-
-def _options() -> tuple[str, ...]:
-    return (*FLAGS, _SPLIT) if compiler_version() >= _SPLIT_SINCE else FLAGS
 
 
 def _key(source: Source, arch: str) -> str:

@@ -102,11 +102,6 @@ def test_the_same_source_gives_the_same_bytes(sources: Path, tmp_path: Path) -> 
     assert first == again
 
 
-def test_an_old_compiler_gets_no_new_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "compiler_version", lambda: (12, 4))
-    assert build._options() == build.FLAGS
-
-
 def test_a_folder_that_cannot_be_written_only_costs_time(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     assert compile_cubin(sources / "probe.cu", "sm_90", tmp_path / "file" / "cache").startswith(b"\x7fELF")
