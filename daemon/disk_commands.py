@@ -300,7 +300,7 @@ def slot_identity(engine: Engine, check_stop: Callable[[], None]) -> Identity:
         content = content_hash(engine.path, check_stop)
     return Identity(
         model=engine.identity, content=content, k=engine.k_type, v=engine.v_type, window=0,
-        math=engine.backend.math, page=PAGE,
+        math=f"{engine.backend.name}-{engine.backend.math}", page=PAGE,
         page_bytes=PAGE * engine.store.bytes_per_token,
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ class Identity:
         content: hash of the whole model file.
         k, v: how K and V are stored.
         window: attention window in tokens, 0 = full.
-        math: float32 or exact.
+        math: what computed them and how, as in numpy-exact.
         page: tokens in a page.
         page_bytes: bytes of a page.
     """
