@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from slotd.client.conversation import Conversation
 from slotd.client.failure import explain
 from slotd.client.rates import rate_line
+from slotd.client.reasoning import ONLY_A_THOUGHT
 from slotd.protocol.errors import DaemonStartError, SlotdError
 
 if TYPE_CHECKING:
@@ -132,8 +133,8 @@ class Chat:
         self.last = answer
         self.tokens += len(answer.ids)
         self._comment(answer)
-        if not answer.text and answer.reasoning and answer.finish_reason != "cancelled":
-            self.ui.error("a thought and no answer: -n makes room, --thinking-budget bounds the thought")
+        if answer.is_only_thought:
+            self.ui.error(ONLY_A_THOUGHT)
             return False
         if answer.finish_reason == "cancelled" and not answer.text:
             return False

@@ -81,6 +81,11 @@ class Completion:
     epoch: int = 0
     id: str = ""
 
+    @property
+    def is_only_thought(self) -> bool:
+        """Whether the answer ended, by itself or by its length, before anything but a thought was said."""
+        return not self.text and bool(self.reasoning) and self.finish_reason != "cancelled"
+
     def as_dict(self, *, reasoning: bool = True) -> dict[str, Any]:
         """What `--json` and batch records show of an answer, as plain values for JSON.
 

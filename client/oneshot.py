@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotd.client.params import ParamDict, effective
 from slotd.client.rates import rate_line
+from slotd.client.reasoning import ONLY_A_THOUGHT
 from slotd.client.render import Screen
 from slotd.protocol.errors import ConfigError
 
@@ -72,6 +73,8 @@ def run(
 ) -> int:
     """Answer on stdout, streamed, or as one JSON object. Returns the exit code.
 
+    It is 1 when the answer ended inside its thought, which stderr says.
+
     Args:
         reasoning: whether the thought is shown: on stderr, or in the JSON object; None: only there.
     """
@@ -92,6 +95,9 @@ def run(
         print(json.dumps(report, ensure_ascii=False))
     if show_rates:
         screen.notice(rate_line(answer))
+    if answer.is_only_thought:
+        screen.error(ONLY_A_THOUGHT)
+        return 1
     return 0
 
 

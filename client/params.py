@@ -168,6 +168,7 @@ _MINUS_ONE: ParamDict = {
     "seed": None,
     "penalty_window": INT31,
     "thinking_budget": None,
+    "think": None,
 }
 
 _ASSIGNED = re.compile(r"(-{0,2}[A-Za-z][\w-]*)\s*=\s*")

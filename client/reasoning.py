@@ -14,6 +14,9 @@ OPEN, CLOSE = "<think>", "</think>"
 #: What ends a thought that used up its budget, as models end their own.
 CLOSING = f"\n{CLOSE}\n\n"
 
+#: What commands say of an answer that ended inside its thought.
+ONLY_A_THOUGHT = "a thought and no answer: -n makes room, --thinking-budget bounds the thought"
+
 
 class _Place(enum.Enum):
     BEFORE = "before"  # nothing but white space so far, or the beginning of the opening tag

@@ -97,7 +97,7 @@ def _slots(chat: Chat, argument: str) -> None:
     rows = slot_rows(chat.client.status())
     total: Any = chat.client.hello.get("slots", "?")
     stats = chat.client.cache_stats()
-    chat.ui.notice(f"occupied slots: {', '.join(row[0] for row in rows) or 'none'} (of {total})")
+    chat.ui.notice(f"slots in use: {', '.join(row[0] for row in rows) or 'none'} (of {total})")
     if rows:
         notes = [(*row[1:], _cached(stats["entries"].get(int(row[0])))) for row in rows]
         lines = columns((*SLOT_COLUMNS[1:], "in the cache"), notes)

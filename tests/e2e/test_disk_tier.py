@@ -243,8 +243,9 @@ def test_files_of_another_type_arithmetic_or_model(tiny_llama: Path, tmp_path: P
             assert len(stored(daemon)["files"]) == 1  # it is somebody's
     with DaemonProcess(tiny_llama, f"--slot-dir={folder}") as daemon:
         assert error_of(daemon, f"LOAD_SNAPSHOT 0 hash={name}") == (
-            "wrong_snapshot", {"hash": name, "field": "math", "stored": "numpy-exact", "wanted": "numpy-float32"},
-        )  # fmt: skip
+            "wrong_snapshot",
+            {"hash": name, "field": "math", "stored": "numpy-exact", "wanted": "numpy-float32"},
+        )
 
 
 def test_a_model_that_differs_where_no_sample_lies_is_another_one(tmp_path: Path) -> None:

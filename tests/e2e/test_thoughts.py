@@ -72,3 +72,6 @@ def test_the_commands(model: Path) -> None:
     endless = slotd("chat", model, *budget[2:], stdin="hi\n")
     assert (endless.returncode, endless.stdout) == (1, "")
     assert "a thought and no answer" in endless.stderr
+    alone = slotd("generate", model, *budget[2:], "hi")
+    assert (alone.returncode, alone.stdout.strip()) == (1, "")
+    assert "a thought and no answer" in alone.stderr

@@ -131,6 +131,7 @@ def test_a_missing_value_is_called_by_what_is_typed() -> None:
         check("max_tokens", 0)
     with pytest.raises(ConfigError, match=r"1 to 2147483647, or -1 for no limit$"):
         parse_assignments("n=0")
+    assert parse_assignments("think=-1 thinking_budget=-1") == {"think": None, "thinking_budget": None}
     assert [shown("max_tokens", None), shown("seed", None)] == ["no limit", "random"]
     assert [shown("seed", 3), shown("stop", ["a"])] == ["3", '["a"]']
 

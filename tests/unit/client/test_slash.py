@@ -139,7 +139,7 @@ def test_stats(chat: Chat, ui: FakeUi) -> None:
 
 def test_slots(chat: Chat, ui: FakeUi) -> None:
     assert slash.run(chat, "/slots")
-    assert ui.notices == ["occupied slots: 0, 3 (of 8)", "prefix cache: 2 of 4 slots, 96 tokens"]
+    assert ui.notices == ["slots in use: 0, 3 (of 8)", "prefix cache: 2 of 4 slots, 96 tokens"]
     (head, first, second), counts = ui.tables
     assert (head[0], first[0], second[0]) == ("slot", "0", "3")
     spaced = [" ".join(row[1].split()) for row in (head, first, second)]
