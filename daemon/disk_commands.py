@@ -194,8 +194,8 @@ class DiskCommands:
         check_free_for(self._engine.slots, command.slot, "thick")
         manifest = yield lambda: self._store.find(name, self._identity())
         recurrence = self._engine.recurrence
-        recurrence.check_bytes(name, manifest.state.n_bytes)
         ids = np.frombuffer(manifest.ids, "<i4")
+        recurrence.check_bytes(name, manifest.state.n_bytes, len(ids))
         slot = self._commands.attempt(lambda: self._blank_slot(ids))
         pages, store = slot.pages, self._engine.store
         try:

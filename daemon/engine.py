@@ -27,6 +27,7 @@ from slotd.daemon.recurrence import Recurrence, checkpoints_in
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
+from slotd.daemon.weights.identity import file_stamp
 from slotd.daemon.weights.kv_formats import check_kv_formats
 from slotd.daemon.weights.reader import ModelFile, open_model
 from slotd.protocol.errors import ModelError
@@ -92,6 +93,7 @@ class Engine:
         self.identity = file.identity
         self.model_name = str(file.header.metadata.get("general.name", file.path.stem))
         self.path = file.path
+        self._stamp = file_stamp(file.path)
         self._loaded: Runner | None = backend.load_model(file, self.store, self.max_ctx)
         self._sequences: set[Sequence] = set()
         self._open: dict[Sequence, _Open] = {}
@@ -122,7 +124,7 @@ class Engine:
         if self._loaded is not None:
             return False
         with open_model(self.path) as file:
-            if file.identity != self.identity:
+            if file.identity != self.identity or file_stamp(self.path) != self._stamp:
                 raise ModelError(f"{self.path}: the file has changed since the daemon started")
             self._loaded = self.backend.load_model(file, self.store, self.max_ctx)
         return True

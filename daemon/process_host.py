@@ -39,6 +39,7 @@ from slotd.daemon.link import (
 from slotd.daemon.link_wire import Frames, decode_to_front, encode_to_engine
 from slotd.daemon.shared_state import MAX_REQUESTS, SharedState
 from slotd.daemon.slots_seen import SlotsSeen
+from slotd.daemon.weights.identity import file_stamp
 from slotd.protocol.errors import ConfigError, ModelError, RequestError, SlotdError
 from slotd.protocol.messages import AllCleared
 
@@ -75,6 +76,7 @@ class ProcessHost:
         self._life = EngineLife(clock(), config.engine_timeout)
         self._frames = Frames()
         self._opened: Opened | None = None
+        self._stamp = file_stamp(config.model)
         self._failure: str | None = None
         self._deliver: Callable[[ToFront], None] = lambda message: None
         self._seen = SlotsSeen()
@@ -257,7 +259,7 @@ class ProcessHost:
         first = self._opened or opened
         if (opened.n_vocab, opened.max_ctx, opened.props["model"]) != (
             first.n_vocab, first.max_ctx, first.props["model"],
-        ):  # fmt: skip
+        ) or file_stamp(self._config.model) != self._stamp:  # fmt: skip
             self._failure = "ModelError: the model file has changed since the daemon started"
             return
         self._opened = first

@@ -111,19 +111,23 @@ class Recurrence:
 
         return work
 
-    def check_bytes(self, name: str, n_bytes: int) -> None:
-        """Raises RequestError, wrong_snapshot: a stored state is not of the size of this model's."""
-        if n_bytes != self.state_bytes:
+    def check_bytes(self, name: str, n_bytes: int, n_tokens: int) -> None:
+        """Raises RequestError, wrong_snapshot: a stored state is not of the size of this model's.
+
+        Without tokens there is none.
+        """
+        wanted = self.state_bytes if n_tokens else 0
+        if n_bytes != wanted:
             fields: dict[str, Value] = {"hash": name, "field": "state_bytes", "stored": n_bytes}
-            raise RequestError("wrong_snapshot", {**fields, "wanted": self.state_bytes})
+            raise RequestError("wrong_snapshot", {**fields, "wanted": wanted})
 
     def write(self, data: bytes) -> State | None:
-        """A state for a slot from the bytes of a file.
+        """A state for a slot from the bytes of a file; of no bytes there is none.
 
         Raises:
             OutOfDeviceMemory: site slot_move.
         """
-        if self.store is None:
+        if self.store is None or not data:
             return None
         return self.store.write(np.frombuffer(data, np.uint8), "snapshot")
 

@@ -90,7 +90,7 @@ class SpilledSlots:
             pages = attempt(lambda: self._blank_pages(slot))
             writer = PieceWriter(store.layout, lambda index, n, data: store.write_page(pages[index], n, data))
             data, found = yield lambda: self._store.read(name, writer)
-            self._engine.recurrence.check_bytes(name, len(found))
+            self._engine.recurrence.check_bytes(name, len(found), len(slot))
             logits = attempt(lambda: self._engine.keep_logits(np.frombuffer(data, "<f4"))) if data else None
             state = attempt(lambda: self._engine.recurrence.write(found))
             if slots.get(number) is slot:

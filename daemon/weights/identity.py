@@ -58,3 +58,12 @@ def _sample_starts(n_bytes: int, header: Header) -> Iterator[int]:
     span = max(n_bytes - SAMPLE_BYTES - header.data_start, 0)
     for index in range(EVEN_SAMPLES):
         yield header.data_start + span * index // (EVEN_SAMPLES - 1)
+
+
+def file_stamp(path: Path) -> tuple[int, int, int]:
+    """Size, time of the last change in ns, inode: another one may be another file. Zeros: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from slotd.daemon.ops import numpy_ops
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
-from slotd.protocol.errors import ConfigError
+from slotd.protocol.errors import ConfigError, ModelError
 
 TOKENS = np.random.default_rng(3).integers(0, 320, 200).tolist()
 
@@ -372,6 +373,24 @@ def test_parking_gives_the_weights_back(engine: Engine) -> None:
     assert engine.memory.live("weights") == engine.memory.cached == 0
     assert engine.unpark()
     assert next_logits(engine, sequence) == expected
+
+
+def test_a_file_that_was_written_to_is_not_loaded_again(
+    make: Callable[..., Engine], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Its identity is of samples: what was written may lie between them."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_llama.read_bytes())
+    with open_model(path) as file:
+        engine = Engine(file, NumpyBackend())
+    engine.park()
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 128
+    path.write_bytes(data)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ModelError, match="the file has changed since the daemon started"):
+        engine.unpark()
+    assert engine.parked
 
 
 def test_kv_types_that_cannot_be_are_refused(make: Callable[..., Engine]) -> None:

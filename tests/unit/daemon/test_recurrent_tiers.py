@@ -200,6 +200,18 @@ def test_field_report_18_a_file_comes_back_after_a_restart(make: Callable[[], Sc
     assert rig.slot(1).state.flat.tobytes() == state
 
 
+def test_a_slot_without_tokens_goes_to_a_file_and_back(make: Callable[[], SchedulerRig]) -> None:
+    """A prompt that was cancelled in its first piece leaves one."""
+    rig = make()
+    rig.engine.snapshot(0, rig.engine.open(), None)
+    say(rig, "save", Snapshot(slot=0, tier="disk", held=True))
+    (line,) = rig.lines("save")
+    assert isinstance(line, SnapTaken)
+    say(rig, "load", LoadSnapshot(slot=1, hash=str(line.hash)))
+    assert rig.lines("load") == [SnapLoaded(slot=1, cur_pos=0, hash=str(line.hash))]
+    assert rig.slot(1).state is None
+
+
 def test_the_full_host_tier_spills_and_a_restore_reads(make: Callable[[], SchedulerRig]) -> None:
     rig = make()
     golden = rig.answer("golden", TEXT[:150])
