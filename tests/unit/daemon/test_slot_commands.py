@@ -190,12 +190,13 @@ def test_a_model_that_changed_while_it_was_parked_is_named(tmp_path: Path) -> No
     model = write_tiny_llama(tmp_path / "m.gguf")
     rig = SlotRig(model)
     rig.run(Park())
+    kept = model.rename(tmp_path / "kept.gguf")
     write_tiny_llama(model, seed=2)
     events, end = rig.run(Unpark())
     assert (events, end.code) == ([], "internal")
     assert str(model) in str(end.reason["reason"])
     assert "changed" in str(end.reason["reason"])
-    write_tiny_llama(model)
+    kept.replace(model)
     assert rig.run(Unpark())[0] == [Unparked(what="target")]
 
 
