@@ -33,7 +33,7 @@ class KvShape:
         """That of a model, in types by name.
 
         Raises:
-            ConfigError: not a K/V type, or one that this version does not have.
+            ConfigError: not a K/V type.
         """
         n_layer = len(hyper.attention_layers)
         return cls(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
+from slotd.daemon.models.decoder import Decoder, block_weights
 from slotd.daemon.models.model import Interrupt, Interrupted
-from slotd.daemon.ops.interface import Array, CallBatch, Heads, Matrix, Ops, Tokens
+from slotd.daemon.ops.interface import Array, CallBatch, HeadNorms, Matrix, Ops, RopeStyle
 from slotd.daemon.weights.reader import ModelFile
 
 
@@ -15,42 +16,31 @@ from slotd.daemon.weights.reader import ModelFile
 class Layer:
     attn_norm: Array  # [n_embd]
     attn_qkv: Matrix  # [(n_head + n_head_kv) * head_dim + n_head_kv * value_dim, n_embd]
+    head_norms: HeadNorms | None  # of head_dim
     attn_output: Matrix  # [n_embd, n_head * value_dim]
     ffn_norm: Array  # [n_embd]
     ffn_gate_up: Matrix  # [2 * n_ff, n_embd]
     ffn_down: Matrix  # [n_embd, n_ff]
 
 
-class Llama:
-    def __init__(self, file: ModelFile, ops: Ops, max_ctx: int) -> None:
-        h = self.hyper = file.hyper
-        self.ops = ops
-        self.heads = Heads(h.n_head, h.n_head_kv, h.head_dim, h.value_dim)
+class Llama(Decoder[Ops, Layer]):
+    rope_style: ClassVar[RopeStyle] = "interleaved"
 
-        def layer(i: int) -> Layer:
-            def names(*parts: str) -> list[str]:
-                return [f"blk.{i}.{part}.weight" for part in parts]
+    def read_layer(self, file: ModelFile, i: int) -> Layer:
+        ops = self.ops
+        return Layer(
+            attn_norm=ops.vector(file, *block_weights(i, "attn_norm")),
+            attn_qkv=ops.matrix(file, *self.hyper.qkv_names(i)),
+            head_norms=self.read_head_norms(file, i),
+            attn_output=ops.matrix(file, *block_weights(i, "attn_output")),
+            ffn_norm=ops.vector(file, *block_weights(i, "ffn_norm")),
+            ffn_gate_up=ops.matrix(file, *block_weights(i, "ffn_gate", "ffn_up")),
+            ffn_down=ops.matrix(file, *block_weights(i, "ffn_down")),
+        )
 
-            return Layer(
-                attn_norm=ops.vector(file, *names("attn_norm")),
-                attn_qkv=ops.matrix(file, *h.qkv_names(i)),
-                attn_output=ops.matrix(file, *names("attn_output")),
-                ffn_norm=ops.vector(file, *names("ffn_norm")),
-                ffn_gate_up=ops.matrix(file, *names("ffn_gate", "ffn_up")),
-                ffn_down=ops.matrix(file, *names("ffn_down")),
-            )
-
-        with ThreadPoolExecutor(ops.loaders) as pool:
-            token_embd = pool.submit(ops.matrix, file, "token_embd.weight")
-            self.layers = list(pool.map(layer, range(h.n_layer)))
-        self.token_embd = token_embd.result()  # [n_vocab, n_embd]
-        self.output_norm = ops.vector(file, "output_norm.weight")
-        self.output = self.token_embd if h.tied else ops.matrix(file, "output.weight")
-        divisors = file.dequantise("rope_freqs.weight") if h.rope_freqs else None
-        self.rope = ops.rope_table(h.rope_base, h.rope_dims, divisors, max_ctx)
-
-    def embed(self, tokens: Tokens) -> Array:
-        return self.ops.embed(tokens, self.token_embd)
+    def read_head_norms(self, file: ModelFile, i: int) -> HeadNorms | None:
+        """Llama has none."""
+        return None
 
     def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
         ops, eps, scale = self.ops, self.hyper.rms_eps, self.hyper.head_dim**-0.5
@@ -58,14 +48,11 @@ class Llama:
             if interrupt is not None and interrupt():
                 raise Interrupted(f"before layer {i}")
             qkv = ops.norm_linear(x, layer.attn_norm, eps, layer.attn_qkv)
-            q = ops.rope_store(i, qkv, self.heads, self.rope, "interleaved", batch)
+            q = ops.rope_store(i, qkv, self.heads, self.rope, self.rope_style, batch, layer.head_norms)
             ops.add_linear(x, ops.attend(i, q, batch, scale), layer.attn_output)
             gate_up = ops.norm_linear(x, layer.ffn_norm, eps, layer.ffn_gate_up)
             ops.add_swiglu_linear(x, gate_up, layer.ffn_down)
         return x
-
-    def logits(self, hidden: Array) -> Array:
-        return self.ops.logits(hidden, self.output_norm, self.hyper.rms_eps, self.output)
 
     def linear_weights(self) -> Iterable[Matrix]:
         yield self.output

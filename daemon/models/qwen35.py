@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from slotd.daemon.models.decoder import Decoder, block_weights
 from slotd.daemon.models.model import Interrupt, Interrupted
 from slotd.daemon.ops.interface import (
     Array,
     CallBatch,
     DeltaWeights,
     HeadNorms,
-    Heads,
     HybridOps,
     Matrix,
-    Tokens,
 )
 from slotd.daemon.weights.reader import ModelFile
 
@@ -43,56 +41,42 @@ class Layer:
     ffn_down: Matrix  # [n_embd, n_ff]
 
 
-class Qwen35:
-    def __init__(self, file: ModelFile, ops: HybridOps, max_ctx: int) -> None:
-        h = self.hyper = file.hyper
-        net = h.delta_net
+class Qwen35(Decoder[HybridOps, Layer]):
+    gated = True
+
+    def read_layer(self, file: ModelFile, i: int) -> Layer:
+        ops = self.ops
+        return Layer(
+            attn_norm=ops.vector(file, *block_weights(i, "attn_norm")),
+            mixer=self.read_mixer(file, i),
+            post_attention_norm=ops.vector(file, *block_weights(i, "post_attention_norm")),
+            ffn_gate_up=ops.matrix(file, *block_weights(i, "ffn_gate", "ffn_up")),
+            ffn_down=ops.matrix(file, *block_weights(i, "ffn_down")),
+        )
+
+    def read_mixer(self, file: ModelFile, i: int) -> Attention | Delta:
+        ops, h, net = self.ops, self.hyper, self.hyper.delta_net
         assert net is not None
-        self.ops = ops
-        self.heads = Heads(h.n_head, h.n_head_kv, h.head_dim, h.value_dim, gated=True)
 
-        def layer(i: int) -> Layer:
-            def names(*parts: str) -> list[str]:
-                return [f"blk.{i}.{part}.weight" for part in parts]
+        def vector(name: str) -> Array:
+            return ops.vector(file, f"blk.{i}.{name}")
 
-            def vector(name: str) -> Array:
-                return ops.vector(file, f"blk.{i}.{name}")
-
-            mixer: Attention | Delta
-            if i in net.layers:
-                mixer = Delta(
-                    delta_in=ops.matrix(file, *names("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")),
-                    weights=DeltaWeights(
-                        net, ops.vector(file, *names("ssm_conv1d")), vector("ssm_a"), vector("ssm_dt.bias"),
-                        ops.vector(file, *names("ssm_norm")), h.rms_eps,
-                    ),
-                    ssm_out=ops.matrix(file, *names("ssm_out")),
-                )  # fmt: skip
-            else:
-                q_norm, k_norm = vector("attn_q_norm.weight"), vector("attn_k_norm.weight")
-                mixer = Attention(
-                    attn_qkv=ops.matrix(file, *h.qkv_names(i)),
-                    head_norms=HeadNorms(q_norm, k_norm, h.rms_eps),
-                    attn_output=ops.matrix(file, *names("attn_output")),
-                )
-            return Layer(
-                attn_norm=ops.vector(file, *names("attn_norm")),
-                mixer=mixer,
-                post_attention_norm=ops.vector(file, *names("post_attention_norm")),
-                ffn_gate_up=ops.matrix(file, *names("ffn_gate", "ffn_up")),
-                ffn_down=ops.matrix(file, *names("ffn_down")),
-            )
-
-        with ThreadPoolExecutor(ops.loaders) as pool:
-            token_embd = pool.submit(ops.matrix, file, "token_embd.weight")
-            self.layers = list(pool.map(layer, range(h.n_layer)))
-        self.token_embd = token_embd.result()  # [n_vocab, n_embd]
-        self.output_norm = ops.vector(file, "output_norm.weight")
-        self.output = self.token_embd if h.tied else ops.matrix(file, "output.weight")
-        self.rope = ops.rope_table(h.rope_base, h.rope_dims, None, max_ctx)
-
-    def embed(self, tokens: Tokens) -> Array:
-        return self.ops.embed(tokens, self.token_embd)
+        if i in net.layers:
+            joined = block_weights(i, "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+            return Delta(
+                delta_in=ops.matrix(file, *joined),
+                weights=DeltaWeights(
+                    net, vector("ssm_conv1d.weight"), vector("ssm_a"), vector("ssm_dt.bias"),
+                    vector("ssm_norm.weight"), h.rms_eps,
+                ),
+                ssm_out=ops.matrix(file, *block_weights(i, "ssm_out")),
+            )  # fmt: skip
+        q_norm, k_norm = vector("attn_q_norm.weight"), vector("attn_k_norm.weight")
+        return Attention(
+            attn_qkv=ops.matrix(file, *h.qkv_names(i)),
+            head_norms=HeadNorms(q_norm, k_norm, h.rms_eps),
+            attn_output=ops.matrix(file, *block_weights(i, "attn_output")),
+        )
 
     def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
         ops, eps = self.ops, self.hyper.rms_eps
@@ -118,9 +102,6 @@ class Qwen35:
         q = ops.rope_store(number, qkv, heads, self.rope, "half", batch, mixer.head_norms)
         attended = ops.attend(number, q, batch, heads.head_dim**-0.5)
         ops.add_gated_linear(x, attended, qkv, heads, mixer.attn_output)
-
-    def logits(self, hidden: Array) -> Array:
-        return self.ops.logits(hidden, self.output_norm, self.hyper.rms_eps, self.output)
 
     def linear_weights(self) -> Iterable[Matrix]:
         yield self.output

@@ -26,7 +26,8 @@ from slotd.daemon.ops.cuda_batch import BatchLayout, pack_prompt, pack_step
 from slotd.daemon.ops.kv_blocks import stored_bytes, write_stored
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
-from tests.bench.gpu_linear import copy_bandwidth, median_us
+from tests.bench.gpu_linear import median_us
+from tests.bench.gpu_report import Report, draft_tree, run_parts
 
 HEADS = {"23b": (40, 8, 128), "smollm": (9, 3, 64), "27b": (24, 4, 256)}
 
@@ -134,31 +135,6 @@ class Call:
         )
 
 
-class Report:
-    """Prints lines that were asked for."""
-
-    def __init__(self, only: str) -> None:
-        self.only = only
-        self.copy = copy_bandwidth()
-        print(f"copy {self.copy / 1e9:.0f} GB/s")
-
-    def wanted(self, name: str) -> bool:
-        return self.only in name
-
-    def line(self, name: str, us: float, n_bytes: float, flop: float) -> None:
-        rate = n_bytes / us * 1e6
-        print(
-            f"{name:44} {us:10.2f} us {rate / 1e9:8.0f} GB/s {100 * rate / self.copy:5.1f} % of copy "
-            f"{flop / us / 1e6:8.1f} TFLOP/s",
-            flush=True,
-        )
-
-
-def tree_parents(n: int) -> list[int]:
-    """A few long branches, as a draft tree has them."""
-    return [-1, *(row - 1 if row % 4 else row // 2 for row in range(1, n))]
-
-
 def steps(report: Report) -> None:
     for heads, kv_type in (
         ("27b", "q8_0"), ("27b", "f16"), ("27b", "q4_0"), ("27b", "tq3_0"),
@@ -173,7 +149,7 @@ def steps(report: Report) -> None:
             for n in (1, 16, 23):
                 sequence = Sequence()
                 sequence.tokens = array("i", bytes(4 * depth))
-                rows = Rows.tree(sequence, [0] * n, tree_parents(n))
+                rows = Rows.tree(sequence, [0] * n, draft_tree(n))
                 call = Call(pages, rows, step=True)
                 us = median_us(call.attend, max(4, min(64, pages.n_layer)))
                 n_bytes = depth * shape.n_head_kv * (shape.k_row_bytes + shape.v_row_bytes)
@@ -223,14 +199,5 @@ def stores(report: Report) -> None:
             report.line(name, median_us(call.store, min(32, pages.n_layer)), n_bytes, 0)
 
 
-def main(arguments: list[str]) -> None:
-    parts = {"step": steps, "prompt": prompts, "store": stores}
-    only = next((a.removeprefix("only=") for a in arguments if a.startswith("only=")), "")
-    report = Report(only)
-    for name, part in parts.items():
-        if name in arguments or not any(a in parts for a in arguments):
-            part(report)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_parts({"step": steps, "prompt": prompts, "store": stores}, sys.argv[1:])

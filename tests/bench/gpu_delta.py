@@ -21,7 +21,8 @@ from slotd.daemon.ops.cuda_attention import DeviceLimits
 from slotd.daemon.ops.cuda_delta import ConvWeights, CudaDelta, Inputs, RowTables, Sequences
 from slotd.daemon.ops.delta_plan import MOST_BLOCKS, Piece, pack_tables, plan_prompt
 from slotd.daemon.ops.tree_order import walk_order
-from tests.bench.gpu_linear import copy_bandwidth, median_us
+from tests.bench.gpu_linear import median_us
+from tests.bench.gpu_report import Report, draft_tree, run_parts
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,6 @@ class Sizes:
 
 SIZES = {"27b": Sizes(16, 48, 128), "0.8b": Sizes(16, 16, 128)}
 N_LAYER = 48
-
-
-def tree(n: int) -> list[int]:
-    """A few long branches, as a draft tree has them."""
-    return [-1, *(row - 1 if row % 4 else row // 2 for row in range(1, n))]
 
 
 def ptr(array: Any) -> int:
@@ -117,31 +113,16 @@ class Call:
         return 4 * self.n_sequences * self.delta.value_width * self.sizes.state_size
 
 
-class Report:
-    """Prints lines that were asked for."""
-
-    def __init__(self, only: str) -> None:
-        self.only, self.copy = only, copy_bandwidth()
-        print(f"copy {self.copy / 1e9:.0f} GB/s")
-
-    def line(self, name: str, us: float, n_bytes: float) -> None:
-        rate = n_bytes / us * 1e6
-        print(
-            f"{name:44} {us:10.2f} us {rate / 1e9:8.0f} GB/s {100 * rate / self.copy:5.1f} % of copy",
-            flush=True,
-        )
-
-
 def steps(report: Report) -> None:
     """The convolution, the delta rule, and both in turn, as a layer has them."""
     shapes = {
         "1 row": ([-1], 1), "4 x 1 row": ([-1], 4), "16 x 1 row": ([-1], 16),
-        "chain 8": (list(range(-1, 7)), 1), "tree 16": (tree(16), 1), "tree 23": (tree(23), 1),
-        "tree 64": (tree(64), 1), "2 x tree 23": (tree(23), 2),
+        "chain 8": (list(range(-1, 7)), 1), "tree 16": (draft_tree(16), 1), "tree 23": (draft_tree(23), 1),
+        "tree 64": (draft_tree(64), 1), "2 x tree 23": (draft_tree(23), 2),
     }  # fmt: skip
     for name, sizes in SIZES.items():
         for shape, (parents, n_sequences) in shapes.items():
-            if report.only not in f"step {name} {shape}":
+            if not report.wanted(f"step {name} {shape}"):
                 continue
             plain = len(parents) == 1
             call = Call(sizes, parents, n_sequences, write=plain)
@@ -178,7 +159,7 @@ def commits(report: Report) -> None:
     """Paths of all layers at once; the time is of one layer."""
     for name, sizes in SIZES.items():
         for length in (1, 4, 8, 16):
-            if report.only not in f"commit {name} path {length}":
+            if not report.wanted(f"commit {name} path {length}"):
                 continue
             call = Call(sizes, list(range(-1, length - 1)), 1, write=True)
             inputs = call.inputs(N_LAYER)
@@ -195,7 +176,7 @@ def prompts(report: Report) -> None:
     """Pieces of a prompt, by width of a block of threads and blocks of rows in a launch; * as chosen."""
     for name, sizes in SIZES.items():
         for n in (256, 512, 2048):
-            if report.only not in f"prompt {name} rows {n}":
+            if not report.wanted(f"prompt {name} rows {n}"):
                 continue
             call = Call(sizes, list(range(-1, n - 1)), 1, write=True)
             inputs, d = call.inputs(1), call.delta
@@ -236,14 +217,5 @@ def prompts(report: Report) -> None:
                     print(f"{'':44} {2e-6 * each * n / 64 * sizes.n_value_heads / us:10.1f} TFLOP/s")
 
 
-def main(arguments: list[str]) -> None:
-    parts = {"step": steps, "commit": commits, "prompt": prompts}
-    only = next((a.removeprefix("only=") for a in arguments if a.startswith("only=")), "")
-    report = Report(only)
-    for name, part in parts.items():
-        if name in arguments or not any(a in parts for a in arguments):
-            part(report)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_parts({"step": steps, "commit": commits, "prompt": prompts}, sys.argv[1:])

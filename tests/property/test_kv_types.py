@@ -16,6 +16,7 @@ from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.kv_formats import TQ3_PARTNERS
 from slotd.daemon.weights.reader import open_model
+from tests.fakes.row_calls import run
 from tests.fakes.tiny_gguf import write_tiny_llama
 
 TOKENS = np.random.default_rng(7).integers(0, 300, 400).tolist()
@@ -68,14 +69,6 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
 def engine(pair: tuple[str, str], model: Path) -> Engine:
     with open_model(model) as file:
         return Engine(file, NumpyBackend(exact=True), k_type=pair[0], v_type=pair[1])
-
-
-def run(
-    engine: Engine, sequence: Sequence, ids: list[int], kind: Kind = Kind.PROMPT
-) -> npt.NDArray[np.float32]:
-    logits = engine.forward(Rows.chain(sequence, ids, logits="all"), kind).logits
-    engine.commit(sequence, range(len(ids)))
-    return logits
 
 
 def stored(engine: Engine, sequence: Sequence, n: int) -> list[bytes]:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slotd.daemon.engine import Engine
@@ -22,28 +21,10 @@ from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
+from tests.fakes.row_calls import FEW, TOKENS, Logits, filled, root_path, run, trees
 
 MODEL = Path(__file__).parents[1] / "golden" / "data" / "qwen35-mtp.gguf"
-N_VOCAB, N_CTX = 320, 512
-TOKENS = np.random.default_rng(5).integers(0, N_VOCAB, N_CTX).tolist()
-Logits = npt.NDArray[np.float32]
-
-FEW = settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-tokens = st.integers(0, N_VOCAB - 1)
 cuts = st.one_of(st.integers(1, 149), st.sampled_from([1, 63, 64, 65, 127, 128, 149]))
-
-
-@st.composite
-def trees(draw: st.DrawFn, most: int = 16) -> tuple[list[int], list[int]]:
-    """(tokens, parents) of a forest of 1 to `most` rows, every row's parent an earlier one or none."""
-    n = draw(st.integers(1, most))
-    parents = [draw(st.integers(-1, row - 1)) for row in range(n)]
-    return draw(st.lists(tokens, min_size=n, max_size=n)), parents
 
 
 @dataclass(frozen=True)
@@ -86,33 +67,6 @@ def all_is_closed(rig: Rig) -> Iterator[None]:
     assert rig.engine.memory.live("state") == 0
 
 
-def run(
-    engine: Engine, sequence: Sequence, ids: list[int], kind: Kind = Kind.PROMPT, piece: int = N_CTX
-) -> Logits:
-    """Commit `ids` in pieces; logits of all of them."""
-    parts = []
-    for start in range(0, len(ids), piece):
-        rows = Rows.chain(sequence, ids[start : start + piece], logits="all")
-        parts.append(engine.forward(rows, kind).logits)
-        engine.commit(sequence, range(len(rows)))
-    return np.concatenate(parts)
-
-
-def filled(engine: Engine, ids: list[int]) -> Sequence:
-    sequence = engine.open()
-    if ids:
-        run(engine, sequence, ids)
-    return sequence
-
-
-def root_path(parents: list[int], row: int) -> list[int]:
-    path = []
-    while row >= 0:
-        path.append(row)
-        row = parents[row]
-    return path[::-1]
-
-
 @pytest.mark.parametrize("piece", [1, 7, 64, 100, 128])
 def test_p20_piece_size_does_not_change_logits(rig: Rig, piece: int) -> None:
     engine = rig.engine
@@ -151,7 +105,7 @@ def test_p19_restore_continues_as_if_nothing_had_happened(rig: Rig, cut: int) ->
 
 
 @FEW
-@given(tree=trees(), length=st.integers(0, 150))
+@given(tree=trees(most=16), length=st.integers(0, 150))
 def test_p27_a_tree_row_equals_its_root_path_alone(
     rig: Rig, tree: tuple[list[int], list[int]], length: int
 ) -> None:
@@ -168,7 +122,7 @@ def test_p27_a_tree_row_equals_its_root_path_alone(
 
 
 @FEW
-@given(tree=trees(), length=st.integers(0, 150), data=st.data())
+@given(tree=trees(most=16), length=st.integers(0, 150), data=st.data())
 def test_p28_after_a_commit_only_the_committed_tokens_have_been_seen(
     rig: Rig, tree: tuple[list[int], list[int]], length: int, data: st.DataObject
 ) -> None:

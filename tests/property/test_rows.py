@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slotd.daemon.engine import Engine
@@ -19,28 +18,10 @@ from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
+from tests.fakes.row_calls import FEW, N_CTX, N_VOCAB, TOKENS, Logits, filled, root_path, run, trees
 from tests.fakes.tiny_gguf import write_tiny_llama
 
-N_VOCAB, N_CTX = 320, 512
-Logits = npt.NDArray[np.float32]
-
-FEW = settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-TOKENS = np.random.default_rng(5).integers(0, N_VOCAB, N_CTX).tolist()
-tokens = st.integers(0, N_VOCAB - 1)
 lengths = st.one_of(st.integers(1, 200), st.sampled_from([1, 63, 64, 65, 127, 128, 129]))
-
-
-@st.composite
-def trees(draw: st.DrawFn, most: int = 20) -> tuple[list[int], list[int]]:
-    """(tokens, parents) of a forest of 1 to `most` rows, every row's parent an earlier one or none."""
-    n = draw(st.integers(1, most))
-    parents = [draw(st.integers(-1, row - 1)) for row in range(n)]
-    return draw(st.lists(tokens, min_size=n, max_size=n)), parents
 
 
 @pytest.fixture(scope="module")
@@ -92,23 +73,6 @@ def rig(request: pytest.FixtureRequest, model: Path) -> Rig:
 only_exact = pytest.mark.parametrize("rig", EXACT_RIGS, indirect=True)
 
 
-def run(engine: Engine, sequence: Sequence, ids: list[int], kind: Kind, *, piece: int = N_CTX) -> Logits:
-    """Commit `ids` in pieces; logits of all of them."""
-    parts = []
-    for start in range(0, len(ids), piece):
-        rows = Rows.chain(sequence, ids[start : start + piece], logits="all")
-        parts.append(engine.forward(rows, kind).logits)
-        engine.commit(sequence, range(len(rows)))
-    return np.concatenate(parts)
-
-
-def filled(engine: Engine, ids: list[int]) -> Sequence:
-    sequence = engine.open()
-    if ids:
-        run(engine, sequence, ids, Kind.PROMPT)
-    return sequence
-
-
 def stored(engine: Engine, sequence: Sequence) -> bytes:
     """The committed K and V as stored bytes."""
     places = [engine.store.place(sequence.pages[i // 64], i % 64) for i in range(len(sequence))]
@@ -156,7 +120,7 @@ def test_p19_restore_continues_as_if_nothing_had_happened(rig: Rig, cut: int) ->
 
 
 @FEW
-@given(tree=trees(), length=st.integers(0, 150))
+@given(tree=trees(most=20), length=st.integers(0, 150))
 def test_p27_a_tree_row_equals_its_root_path_alone(
     rig: Rig, tree: tuple[list[int], list[int]], length: int
 ) -> None:
@@ -174,7 +138,7 @@ def test_p27_a_tree_row_equals_its_root_path_alone(
 
 
 @FEW
-@given(tree=trees(), length=st.integers(0, 150), data=st.data())
+@given(tree=trees(most=20), length=st.integers(0, 150), data=st.data())
 def test_p28_after_a_commit_only_the_committed_tokens_have_been_seen(
     rig: Rig, tree: tuple[list[int], list[int]], length: int, data: st.DataObject
 ) -> None:
@@ -244,11 +208,3 @@ def test_forks_are_copies_on_write(rig: Rig, length: int, cuts: list[int]) -> No
 
 def held_by_slots(engine: Engine) -> set[int]:
     return {page for slot in engine.slots.values() for page in slot.pages}
-
-
-def root_path(parents: list[int], row: int) -> list[int]:
-    path = []
-    while row >= 0:
-        path.append(row)
-        row = parents[row]
-    return path[::-1]
