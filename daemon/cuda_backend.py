@@ -9,6 +9,7 @@ from typing import Any
 
 from slotd.daemon.backend import Logits
 from slotd.daemon.cuda_runner import CudaRunner
+from slotd.daemon.kv.cuda_recurrent_store import CudaRecurrentStore
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage
@@ -17,6 +18,7 @@ from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.registry import load_model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceLimits
 from slotd.daemon.ops.cuda_attention_shape import AttentionShape
+from slotd.daemon.ops.cuda_delta import CudaDelta
 from slotd.daemon.ops.cuda_graphs import Stream, device_properties
 from slotd.daemon.ops.cuda_ops import CudaOps
 from slotd.daemon.ops.cuda_pages import CudaPages
@@ -29,7 +31,7 @@ from slotd.protocol.errors import ModelError
 SWITCH_INTERVAL = 1e-4
 
 #: Architectures whose kernels are there.
-ARCHITECTURES = frozenset({"llama", "qwen3"})
+ARCHITECTURES = frozenset({"llama", "qwen3", "qwen35"})
 
 
 class CudaBackend:
@@ -52,6 +54,7 @@ class CudaBackend:
         self.stream = Stream()
         self._properties = device_properties()
         sys.setswitchinterval(SWITCH_INTERVAL)
+        self._delta: CudaDelta | None = None
         load_all()  # what is not compiled yet, side by side: one by one, at first use, takes a minute
 
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> CudaPageStore:
@@ -69,8 +72,13 @@ class CudaBackend:
         copies = partial(CudaPages, stream=self.stream)
         return CudaPageStore(copies, self.memory, KvShape.of(h, k_type, v_type))
 
-    def recurrent_store(self, hyper: HyperParameters) -> None:
-        return None  # none of its architectures has recurrent layers
+    def recurrent_store(self, hyper: HyperParameters) -> CudaRecurrentStore | None:
+        net = hyper.delta_net
+        self._delta = None
+        if net is None:
+            return None
+        self._delta = CudaDelta(net, len(net.layers), DeviceLimits.of(self._properties))
+        return CudaRecurrentStore(self.memory, self._delta, self.stream)
 
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> CudaRunner:
         assert isinstance(store, CudaPageStore)
@@ -79,7 +87,9 @@ class CudaBackend:
             model = load_model(file, self.ops, max_ctx)
         finally:
             self.ops.loaded()
-        return CudaRunner(model, self.ops, self._attention, store, self.memory, self.stream, max_ctx)
+        return CudaRunner(
+            model, self.ops, self._attention, store, self.memory, self.stream, max_ctx, self._delta
+        )
 
     def keep_logits(self, logits: Logits) -> Logits:
         return logits.copy()

@@ -20,9 +20,11 @@ from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Interrupt, Interrupted, Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch
 from slotd.daemon.ops.cuda_batch import BatchLayout, PageAddresses, pack_prompt
+from slotd.daemon.ops.cuda_delta import CudaDelta
 from slotd.daemon.ops.cuda_graphs import PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
+from slotd.daemon.ops.cuda_recurrent import PromptRecurrence
 from slotd.daemon.ops.cuda_sample import SampleLayout, can_be_looked_at, pack, sample, unpack
 from slotd.daemon.rows import Rows
 
@@ -99,12 +101,14 @@ class _Room:
     Attributes:
         addresses: of the pages, by sequence.
         layout, buffer: of the batch.
+        recurrent: of a model with recurrent layers.
         x: as large as the embedding. It is held until then: a pool would cut a free block up for others.
     """
 
     addresses: list[PageAddresses]
     layout: BatchLayout
     buffer: Any
+    recurrent: PromptRecurrence | None
     x: Any
 
 
@@ -151,6 +155,7 @@ class CudaRunner:
         memory: the ledger.
         stream: where everything runs; current for the engine's thread.
         max_ctx: most positions of a sequence.
+        delta: the kernels for its recurrent layers; None: it has none.
 
     Attributes:
         calls: number of calls so far.
@@ -158,14 +163,15 @@ class CudaRunner:
 
     def __init__(
         self, model: Model, ops: CudaOps, attention: CudaAttention, store: CudaPageStore, memory: CudaMemory,
-        stream: Stream, max_ctx: int,
+        stream: Stream, max_ctx: int, delta: CudaDelta | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.calls = 0
         self._ops, self._attention, self._store, self._memory = ops, attention, store, memory
         self._stream = stream
         self._max_ctx = max_ctx
-        self._steps = CudaSteps(model, ops, attention, store, memory, stream, max_ctx)
+        self._delta = delta
+        self._steps = CudaSteps(model, ops, attention, store, memory, stream, max_ctx, delta)
         self._room: _Room | None = None
         self._staging = PinnedBuffer(1 << 16)
 
@@ -177,9 +183,9 @@ class CudaRunner:
         pages = sum(table.shape[1] for table in addresses)
         layout = BatchLayout.for_prompt(len(rows), pages, self._max_ctx)
         buffer = self._memory.empty((layout.nbytes,), np.uint8)
-        self._room = _Room(
-            addresses, layout, buffer, self._memory.empty((len(rows), self.model.hyper.n_embd))
-        )
+        recurrent = None if self._delta is None else PromptRecurrence(self._delta, self._memory, rows)
+        x = self._memory.empty((len(rows), self.model.hyper.n_embd))
+        self._room = _Room(addresses, layout, buffer, recurrent, x)
 
     @_errors_that_stick
     def embed(self, rows: Rows) -> _Prompt:
@@ -192,8 +198,10 @@ class CudaRunner:
         packed = pack_prompt(self._attention.host_batch(layout, pinned.array), rows, room.addresses)
         self._stream.upload(buffer.data.ptr, pinned, layout.nbytes)
         batch = DeviceBatch(layout, buffer.data.ptr, len(rows), packed.n_entries)
+        if room.recurrent is not None:
+            room.recurrent.upload()
+        call = CudaCall(self._attention, batch, None, buffer, room.recurrent)
         del room  # the block for the embedding is what the embedding gets
-        call = CudaCall(self._attention, batch, None, held=buffer)
         return _Prompt(self.model.embed(tokens_of(layout, buffer)), call)
 
     @_errors_that_stick

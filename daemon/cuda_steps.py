@@ -30,9 +30,11 @@ from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpace
 from slotd.daemon.ops.cuda_batch import BatchLayout, HostBatch, PageAddresses, pack_ahead, pack_step
+from slotd.daemon.ops.cuda_delta import CudaDelta
 from slotd.daemon.ops.cuda_graphs import Mark, PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy, take
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
+from slotd.daemon.ops.cuda_recurrent import KeptInputs, StepRecurrence
 from slotd.daemon.row_checks import row_counts
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
@@ -127,10 +129,10 @@ class CudaSteps:
 
     def __init__(
         self, model: Model, ops: CudaOps, attention: CudaAttention, store: CudaPageStore, memory: CudaMemory,
-        stream: Stream, max_ctx: int,
+        stream: Stream, max_ctx: int, delta: CudaDelta | None = None,
     ) -> None:  # fmt: skip
         self._model, self._ops, self._attention, self._store = model, ops, attention, store
-        self._memory, self._stream, self._max_ctx = memory, stream, max_ctx
+        self._memory, self._stream, self._max_ctx, self._delta = memory, stream, max_ctx, delta
         self._pairs: OrderedDict[Key, tuple[CapturedStep, CapturedStep]] = OrderedDict()
         self._last: _Asked | None = None  # the step that was asked for last, if it was plain decoding
         self._ahead: _Asked | None = None  # the step behind it, if that is under way
@@ -144,7 +146,8 @@ class CudaSteps:
         else:
             step = self._launch(rows, not_this=ahead.step if ahead is not None else None)
         plain = len(rows) == len(rows.sequences)
-        if plain and goes_on:
+        # With recurrent layers nothing is foreseen: a step writes the state that its commit takes.
+        if plain and self._delta is None and goes_on:
             with suppress(OutOfDeviceMemory):  # what was asked for is under way
                 self._ahead = self._launch_ahead(rows, step)
         self._last = _Asked.of(rows, step) if plain else None
@@ -205,6 +208,9 @@ class CudaSteps:
         step = pair[1] if pair[0] is not_this else pair[0]
         self._before_packing(step)
         pack_step(step.host, rows, addresses)
+        if step.call.recurrent is not None:
+            assert isinstance(step.call.recurrent, StepRecurrence)
+            step.call.recurrent.fill(rows)
         self._enqueue(step, pair)
         self._pairs[key] = pair
         self._pairs.move_to_end(key)
@@ -231,6 +237,8 @@ class CudaSteps:
     def _work(self, step: CapturedStep, other: CapturedStep) -> None:
         layout = step.layout
         self._stream.upload(step.buffer.data.ptr, step.pinned, layout.nbytes)
+        if isinstance(step.call.recurrent, StepRecurrence):
+            step.call.recurrent.tables.upload(self._stream)
         tokens = tokens_of(layout, step.buffer)
         take(tokens, other.best)
         with self._ops.step():
@@ -246,18 +254,22 @@ class CudaSteps:
             self._pairs.popitem(last=False)
         with self._memory.capture_pool(self.drop_graphs):
             scratch = self._memory.empty((StepSpace.nbytes(layout, self._attention.shape),), np.uint8)
-            first, second = (self._new_step(layout, scratch) for _ in range(2))
+            kept = None if self._delta is None else KeptInputs(self._delta, self._memory, layout.rows)
+            first, second = (self._new_step(layout, scratch, kept) for _ in range(2))
         return first, second
 
-    def _new_step(self, layout: BatchLayout, scratch: Any) -> CapturedStep:
-        """scratch: of step attention; the two of a pair never run at once."""
+    def _new_step(self, layout: BatchLayout, scratch: Any, kept: KeptInputs | None) -> CapturedStep:
+        """scratch: of step attention; kept: of recurrent layers. The two of a pair never run at once."""
         pinned = PinnedBuffer(layout.nbytes)
         host = self._attention.host_batch(layout, pinned.array)
         buffer = self._memory.empty((layout.nbytes,), np.uint8)
         best = self._memory.empty((layout.rows, 2), np.int32)
         space = StepSpace.at(scratch.data.ptr, layout, self._attention.shape)
         batch = DeviceBatch(layout, buffer.data.ptr, layout.rows)
-        call = CudaCall(self._attention, batch, space, held=scratch)
+        recurrent = None
+        if self._delta is not None and kept is not None:
+            recurrent = StepRecurrence(self._delta, self._memory, kept)
+        call = CudaCall(self._attention, batch, space, scratch, recurrent)
         answer = PinnedBuffer(layout.rows * 8)
         return CapturedStep(layout, pinned, host, buffer, call, best, answer)
 

@@ -90,7 +90,7 @@ class Qwen35(Decoder[HybridOps, Layer]):
             else:
                 projected = ops.norm_linear(x, layer.attn_norm, eps, layer.mixer.delta_in)
                 mixed = ops.delta_net(n_delta, projected, layer.mixer.weights, batch)
-                ops.add_linear(x, mixed, layer.mixer.ssm_out)
+                ops.add_delta_linear(x, mixed, projected, layer.mixer.weights, layer.mixer.ssm_out)
                 n_delta += 1
             gate_up = ops.norm_linear(x, layer.post_attention_norm, eps, layer.ffn_gate_up)
             ops.add_swiglu_linear(x, gate_up, layer.ffn_down)

@@ -30,7 +30,7 @@ REGISTERS = 65536
 #: Fewer would leave sums of a tile without a thread that adds them up.
 LEAST_WARPS = 4
 
-_MOST_PARTS = 3
+_MOST_PARTS = 4
 _ROW_GROUPS = (8, 16, 24, 32, 64)
 _COLUMN_STRIDE = 20
 

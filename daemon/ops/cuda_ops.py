@@ -20,10 +20,11 @@ from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch, StepSpac
 from slotd.daemon.ops.cuda_attention import HeadNorms as NormAddresses
 from slotd.daemon.ops.cuda_linear import Prepared
 from slotd.daemon.ops.cuda_prepare import Picked
+from slotd.daemon.ops.cuda_recurrent import PromptRecurrence, StepRecurrence
 from slotd.daemon.ops.cuda_rows import RowKind, Rows, multiply, row_kind
 from slotd.daemon.ops.cuda_unpack import Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
-from slotd.daemon.ops.interface import HeadNorms, Heads, RopeStyle
+from slotd.daemon.ops.interface import DeltaWeights, HeadNorms, Heads, RopeStyle
 from slotd.daemon.weights.reader import ModelFile
 
 #: Positions whose angles are worked out at a time.
@@ -39,12 +40,14 @@ class CudaCall:
         batch: where the call's arrays lie.
         space: scratch of step attention; None for a prompt.
         held: arrays that these addresses are of.
+        recurrent: of a model with recurrent layers.
     """
 
     attention: CudaAttention
     batch: DeviceBatch
     space: StepSpace | None
     held: Any = None
+    recurrent: StepRecurrence | PromptRecurrence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,16 @@ class CudaOps:
 
     def add_gated_linear(self, x: Any, y: Any, qkv: Any, heads: Heads, weight: Matrix) -> None:
         prepared = cuda_prepare.gate(self.memory, y, qkv, heads.head_dim, self._kind(weight))
+        self._multiply(prepared, weight, x, add=True)
+
+    def delta_net(self, layer: int, projected: Any, weights: DeltaWeights, batch: CudaCall) -> Any:
+        assert batch.recurrent is not None
+        return batch.recurrent.layer(layer, projected, weights, batch.batch)
+
+    def add_delta_linear(self, x: Any, y: Any, projected: Any, weights: DeltaWeights, weight: Matrix) -> None:
+        prepared = cuda_prepare.head_norm(
+            self.memory, y, projected, weights.net.channels, weights.norm, weights.eps, self._kind(weight)
+        )
         self._multiply(prepared, weight, x, add=True)
 
     def _multiply(self, x: Rows, weight: Matrix, y: Any, *, add: bool) -> None:

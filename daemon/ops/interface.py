@@ -155,11 +155,17 @@ class HybridOps(Ops, Protocol):
         ...
 
     def delta_net(self, layer: int, projected: Array, weights: DeltaWeights, batch: CallBatch) -> Array:
-        """Short convolution, delta rule, gated norm of rows, each from the state of its parent.
+        """Short convolution and delta rule of rows, each from the state of its parent.
 
         A prompt leaves the state behind its rows, a step what a commit needs to follow one of its paths.
 
         layer: counted among the recurrent ones. projected [n, channels + Hv S + 2 Hv]: queries, keys and
         values; gates z; beta; alpha -> [n, Hv * S].
         """
+        ...
+
+    def add_delta_linear(
+        self, x: Array, y: Array, projected: Array, weights: DeltaWeights, weight: Matrix
+    ) -> None:
+        """x += (norm of each head of y * silu(z)) weight^T, in place. y [n, Hv * S], used up."""
         ...

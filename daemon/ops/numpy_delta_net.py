@@ -34,16 +34,23 @@ def delta_net(memory: DeviceMemory, layer: int, projected: Array, w: DeltaWeight
     net = w.net
     out = memory.empty((len(projected), net.n_value_heads, net.state_size))
     edges = np.cumsum([net.channels, net.value_width, net.n_value_heads])
-    u, z, b, a = np.split(projected, edges, axis=1)
+    u, _, b, a = np.split(projected, edges, axis=1)
     g, beta = decays(a, w.a, w.dt_bias), sigmoid(b)
     for span in batch.spans:
         rows = slice(span.start, span.start + len(span.positions))
         mix_span(memory, layer, u[rows], g[rows], beta[rows], w, _recurrent(span), out[rows])
-    scale = np.add.reduce(out * out, axis=-1, keepdims=True) / np.float32(net.state_size)
-    out /= np.sqrt(scale + np.float32(w.eps))
-    out *= w.norm
-    out *= silu(z).reshape(out.shape)
     return out.reshape(len(projected), net.value_width)
+
+
+def gated_norm(y: Array, projected: Array, w: DeltaWeights) -> Array:
+    """RMS norm of each head of y [n, Hv * S], times silu(z), in place -> y."""
+    net = w.net
+    heads = y.reshape(len(y), net.n_value_heads, net.state_size)
+    scale = np.add.reduce(heads * heads, axis=-1, keepdims=True) / np.float32(net.state_size)
+    heads /= np.sqrt(scale + np.float32(w.eps))
+    heads *= w.norm
+    heads *= silu(projected[:, net.channels : net.channels + net.value_width]).reshape(heads.shape)
+    return y
 
 
 def _recurrent(span: Span) -> RecurrentSpan:

@@ -16,7 +16,7 @@ from slotd.daemon.ops.batch import Array, Batch
 from slotd.daemon.ops.interface import DeltaWeights, HeadNorms, Heads, RopeStyle
 from slotd.daemon.ops.kv_blocks import width, write_stored
 from slotd.daemon.ops.numpy_attention import attend_block, plan_attention
-from slotd.daemon.ops.numpy_delta_net import delta_net
+from slotd.daemon.ops.numpy_delta_net import delta_net, gated_norm
 from slotd.daemon.ops.rope import RopeTable
 from slotd.daemon.ops.rotation import rotate, rotate_back
 from slotd.daemon.ops.tq3_blocks import is_rotated
@@ -112,6 +112,11 @@ class NumpyOps:
 
     def delta_net(self, layer: int, projected: Array, weights: DeltaWeights, batch: Batch) -> Array:
         return delta_net(self.memory, layer, projected, weights, batch)
+
+    def add_delta_linear(
+        self, x: Array, y: Array, projected: Array, weights: DeltaWeights, weight: Array
+    ) -> None:
+        self.add_linear(x, gated_norm(y, projected, weights), weight)
 
     # ----- their parts
 

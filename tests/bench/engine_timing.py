@@ -117,9 +117,9 @@ class Timing:
                 device_share_of_copy=_share(n_bytes / device, self._rates.copy),
             )  # fmt: skip
 
-    def _decode_run(self, sequence: Sequence) -> list[float]:
-        length, token = len(sequence), 5
-        self._engine.reserve(sequence, length + STEPS + WARM)
+    def _decode_run(self, source: Sequence) -> list[float]:
+        sequence, token = self._engine.fork(source), 5  # recurrent layers cannot go back
+        self._engine.reserve(sequence, len(sequence) + STEPS + WARM)
         times = []
         for number in range(STEPS + WARM):
             began = time.perf_counter()
@@ -131,7 +131,7 @@ class Timing:
             if not finite[0]:
                 raise RuntimeError(f"{self._model.name}: logits are not finite after {len(sequence)} tokens")
             token = int(ids[0])
-        self._engine.truncate(sequence, length)
+        self._engine.close(sequence)
         return times
 
     def _at(self, depth: int) -> Sequence:

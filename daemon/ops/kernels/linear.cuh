@@ -2,7 +2,7 @@
 #pragma once
 #include "weight_tiles.cuh"
 
-constexpr int MOST_PARTS = 3;
+constexpr int MOST_PARTS = 4;
 
 // Rows of one stored matrix; several make one linear layer.
 struct Part {
