@@ -147,24 +147,34 @@ class Timing:
     # ----- several rows in one step
 
     def rows(self, n: int, depth: int = 0) -> None:
-        """One step of n rows behind each other, with the greedy choice of every row; nothing is committed."""
-        sequence = self._at(depth)
-        self._engine.reserve(sequence, len(sequence) + n)
+        """One step of n rows behind each other, with the greedy choice of every row.
+
+        Without a commit, and with one of all rows: that is the most it can cost.
+        """
+        step, device = self._rows_run(n, depth, commit=False)
+        committed, _ = self._rows_run(n, depth, commit=True)
+        self._figures.add(
+            "rows", self._model.name, n, depth=depth, ms=1000 * step, us_per_row=1e6 * step / n,
+            device_ms=None if device is None else 1000 * device, with_commit_ms=1000 * committed,
+        )  # fmt: skip
+
+    def _rows_run(self, n: int, depth: int, *, commit: bool) -> tuple[float, float | None]:
+        """Median seconds of a step, and of a replay of its graph."""
+        sequence = self._engine.fork(self._at(depth))
+        self._engine.reserve(sequence, len(sequence) + n * (STEPS_OF_ROWS + WARM if commit else 1))
         times = []
         with step_graphs() as graphs:
             for number in range(STEPS_OF_ROWS + WARM):
                 tokens = self._tokens(n)
                 began = time.perf_counter()
                 self._engine.forward(Rows.chain(sequence, tokens, logits="all"), Kind.STEP).greedy()
+                if commit:
+                    self._engine.commit(sequence, range(n))
                 if number >= WARM:
                     times.append(time.perf_counter() - began)
             device = graphs.device_seconds()
-        self._engine.drop(sequence)
-        step = statistics.median(times)
-        self._figures.add(
-            "rows", self._model.name, n, depth=depth, ms=1000 * step, us_per_row=1e6 * step / n,
-            device_ms=None if device is None else 1000 * device,
-        )  # fmt: skip
+        self._engine.close(sequence)
+        return statistics.median(times), device
 
     # ----- snapshots
 

@@ -63,6 +63,18 @@ GOALS = {
     ("restore", "23b", 4096): Goal("ms", "{:.3f} ms", 0.5, 0.2, more=False),
     ("host_save", "23b", 4096): Goal("share_of_pinned", "{:.0%} of pinned", 0.6, 0.8),
     ("host_load", "23b", 4096): Goal("share_of_pinned", "{:.0%} of pinned", 0.6, 0.8),
+    ("decode", "qwen35-27b", 0): _rate(125, 165, "82.7"),
+    ("decode", "qwen35-27b", 32768): _rate(115, 155, "78.6"),
+    ("decode", "qwen35-27b", 131072): _rate(95, 130),
+    ("prefill", "qwen35-27b", 2048): _rate(3500, 7500, "2,640"),
+    ("prefill", "qwen35-27b", 8192): _rate(3500, 7500, "2,653"),
+    ("prefill", "qwen35-27b", 65536): _rate(3000, 6000, "2,522 (32K)"),
+    ("rows", "qwen35-27b", 16): Goal("with_commit_ms", "{:.2f} ms", 12.0, 7.5, more=False, peer="24.2 ms"),
+    ("rows", "qwen35-27b", 23): Goal("with_commit_ms", "{:.2f} ms", 14.0, 9.0, more=False, peer="27.9 ms"),
+    ("full", "qwen35-27b", 262144): _rate(80, 120),
+    ("long", "qwen35-27b", 258013): _rate(2000, 3300),
+    ("decode", "qwen35-0.8b", 0): _rate(400, 900),
+    ("prefill", "qwen35-0.8b", 4096): _rate(40_000, 100_000),
     ("cold_start", "135m", 0): Goal("s", "{:.2f} s", 4.0, 2.0, more=False),
 }
 

@@ -34,16 +34,17 @@ from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.serve import build_engine
 from slotd.daemon.weights.reader import open_model
 from tests.bench.device_rates import Rates, measure
-from tests.bench.engine_timing import STEPS, WARM, Model, Timing
+from tests.bench.engine_timing import STEPS, STEPS_OF_ROWS, WARM, Model, Timing
 from tests.bench.figures import Figures
+from tests.bench.gpu_long import full_context, long_prompts
 from tests.bench.gpu_trim import compare
 from tests.bench.synthetic_gguf import PRESETS, write_synthetic
 from tests.fakes.daemon_process import DaemonProcess
 
-PARTS = ("rates", "prefill", "decode", "rows", "snapshot", "trim", "cold")
+PARTS = ("rates", "prefill", "decode", "rows", "snapshot", "trim", "cold", "full", "long")
 
 #: Parts that measure on an engine that is loaded for all of them.
-OF_ONE_ENGINE = frozenset(PARTS) - {"rates", "trim", "cold"}
+OF_ONE_ENGINE = frozenset(PARTS) - {"rates", "trim", "cold", "full", "long"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class Plan:
     """The sizes that a model is measured at.
 
     trim: tokens of a prompt, and after how many the pool is trimmed; None: not measured.
+    full: positions that are all filled, and the memory limit for that; None: not measured.
+    long: tokens of each long prompt, and the memory limit for them; None: not measured.
+    weight_type: of the matrices; None: that of the published file.
     """
 
     prefill: tuple[int, ...]
@@ -58,6 +62,9 @@ class Plan:
     rows: tuple[int, ...]
     snapshot: int
     trim: tuple[int, int] | None = None
+    full: tuple[int, int] | None = None
+    long: tuple[tuple[int, ...], int] | None = None
+    weight_type: str | None = None
 
 
 PLANS = {
@@ -66,8 +73,18 @@ PLANS = {
     "23b": Plan(
         (512, 2048, 8192, 32768), (0, 8192, 32768), (1, 2, 4, 8, 16, 23, 32, 64), 4096, (32768, 4096)
     ),
-    "qwen35-27b": Plan((2048, 8192), (0, 32768), (1, 16, 23), 4096),
-    "tiny": Plan((64, 256), (0, 64), (1, 16, 23), 128, (512, 128)),
+    "qwen35-27b": Plan(
+        (2048, 8192, 65536),
+        (0, 32768, 131072),
+        (1, 16, 23),
+        4096,
+        full=(262144, 24 << 30),
+        long=((32781, 60363, 131013, 258013), int(31.86 * 2**30)),
+    ),
+    "qwen35-0.8b": Plan((4096,), (0, 4096), (1, 16, 23), 4096, weight_type="BF16"),
+    "tiny": Plan(
+        (64, 256), (0, 64), (1, 16, 23), 128, (512, 128), full=(1024, 1 << 30), long=((300, 500), 1 << 30)
+    ),
 }
 
 
@@ -98,6 +115,10 @@ def main() -> int:
             plan = PLANS[name]
             if "trim" in chosen.part and plan.trim is not None:
                 compare(name, config, *plan.trim, figures)
+            if "full" in chosen.part and plan.full is not None:
+                full_context(name, config, *plan.full, figures)
+            if "long" in chosen.part and plan.long is not None:
+                long_prompts(name, config, *plan.long, figures)
             if "cold" in chosen.part and name != "23b":
                 cold_starts(name, path, figures)
     finally:
@@ -123,7 +144,8 @@ def model_file(folder: Path, name: str, figures: Figures) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         unfinished = path.with_suffix(".new")
-        write_synthetic(unfinished, PRESETS[name])
+        shape = PRESETS[name]
+        write_synthetic(unfinished, replace(shape, weight_type=PLANS[name].weight_type or shape.weight_type))
         os.replace(unfinished, path)
         figures.add("write_file", name, s=time.perf_counter() - began, bytes=path.stat().st_size)
     return path
@@ -143,7 +165,8 @@ def measure_model(
 ) -> Rates:
     """Load the model, measure the parts that need an engine, and the rates when nobody has yet."""
     plan = PLANS[name]
-    largest = max(*plan.prefill, *plan.decode, plan.snapshot) + STEPS + WARM + 64
+    behind = max(STEPS + WARM, max(plan.rows) * (STEPS_OF_ROWS + WARM))
+    largest = max(*plan.prefill, *plan.decode, plan.snapshot) + behind + 64
     arena = open_arena(make_arena(config.host_cache or 0), config.host_cache or 0, recorded=False)
     began = time.perf_counter()
     engine = build_engine(replace(config, max_ctx=largest), arena)

@@ -43,6 +43,7 @@ class Observed:
         driver_peak: most bytes of the device in use, by whomever, as the driver says; without a GPU, of this
             process.
         ledger_peak: most bytes in live and cached blocks, as the ledger says.
+        tag_peaks: most live bytes by purpose, and "cached": most in cached blocks.
         released: bytes that each trim inside the prompt gave back.
         trim_seconds: how long each took.
         tokens: the answer.
@@ -52,6 +53,7 @@ class Observed:
     seconds: float = 0.0
     driver_peak: int = 0
     ledger_peak: int = 0
+    tag_peaks: dict[str, int] = field(default_factory=dict)
     released: list[int] = field(default_factory=list)
     trim_seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -149,6 +151,8 @@ def watched(engine: Engine, found: Observed) -> Iterator[None]:
     def look() -> None:
         found.driver_peak = max(found.driver_peak, used())
         found.ledger_peak = max(found.ledger_peak, engine.memory.live() + engine.memory.cached)
+        for tag, n_bytes in {**engine.memory.by_tag, "cached": engine.memory.cached}.items():
+            found.tag_peaks[tag] = max(found.tag_peaks.get(tag, 0), n_bytes)
 
     def look_on() -> None:
         while not stop.wait(LOOK):

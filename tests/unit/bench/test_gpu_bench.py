@@ -21,7 +21,7 @@ def test_every_part_gives_its_figures(
         monkeypatch.setattr(engine_timing, name, few)
     out = tmp_path / "figures.jsonl"
     argv = ["gpu", "--model", "tiny", "--folder", str(tmp_path), "--file", str(out)]
-    argv += ["--part", "rates", "prefill", "decode", "rows", "snapshot", "trim"]
+    argv += ["--part", "rates", "prefill", "decode", "rows", "snapshot", "trim", "full", "long"]
     argv += ["--set", "k_type=q8_0", "chunk=100"]
     monkeypatch.setattr("sys.argv", argv)
     assert gpu.main() == 0
@@ -31,12 +31,16 @@ def test_every_part_gives_its_figures(
     assert {("device", 0), ("rates", 0), ("load", 0), ("write_file", 0), ("memory", 0)} <= found
     assert {("prefill", n) for n in plan.prefill} | {("decode", n) for n in plan.decode} <= found
     assert {("rows", n) for n in plan.rows} <= found
+    assert plan.full is not None
+    assert plan.long is not None
+    assert {("full", plan.full[0]), *(("long", n) for n in plan.long[0])} <= found
     assert {(name, 128) for name in ("snapshot", "restore", "host_save", "host_load")} <= found
     without, with_trims = (entry for entry in entries if entry["figure"] == "trim")
     assert (without["trims"], with_trims["trims"]) == (0, 4)
     assert with_trims["released_most"] > 0
     assert without["same"]
     assert with_trims["same"]
+    assert [entry["same"] for entry in entries if entry["figure"] == "long"] == [True, True, None]
     numbers = [value for entry in entries for value in entry.values() if isinstance(value, float)]
     assert all(math.isfinite(number) and number > 0 for number in numbers)
     printed = capsys.readouterr().out
