@@ -58,6 +58,7 @@ def full_context(name: str, config: Config, n: int, limit: int, figures: Figures
             kv_bytes=engine.memory.by_tag["kv"],
         )  # fmt: skip
         engine.close(sequence)
+        engine.trim()
     finally:
         engine.park()
 

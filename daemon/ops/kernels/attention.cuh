@@ -40,10 +40,10 @@ DEVICE void load_floats(float x[N], const float* source, bool there) {
 }
 
 // One head's queries of `count` rows (row m of the tile is head first_head + m % per_row of row first_row + m / per_row)
-// as halves [count][D] swizzled and their factors, by whole warps; rows up to `padded` become zeros. paired: in the order
-// of pair_up, of 256 numbers.
+// as halves [count][D] swizzled and their factors, by whole warps; rows up to `padded` become zeros. paired_for: of 256
+// numbers, in the order that pair_up names for keys of this type.
 template <int D>
-DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first_row, int first_head, int per_row, int count, int padded, bool paired = false) {
+DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first_row, int first_head, int per_row, int count, int padded, int paired_for = KV_F16) {
     constexpr int N = D / WARP;  // numbers a lane
     const int lane = threadIdx.x % WARP, n_warps = blockDim.x / WARP;
 #pragma unroll 4
@@ -60,7 +60,14 @@ DEVICE void load_queries(u8* tile, float* factors, const Heads& heads, int first
         half y[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = __float2half_rn(__fmul_rn(x[i], power_of_two(e)));
-        if (D == 256 && paired) {  // the lane has half of 16 numbers
+        if (D == 256 && paired_for == KV_TQ3_0) {  // the lane has a quarter of 32 numbers
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int j = i / 2 * 4 + i % 2;
+                u8* target = tile + chunk_byte<D>(m, lane / 4 * 4 + lane % 2 * 2 + i / 2) + (lane % 4 / 2 * 2 + i % 2) * 4;
+                *reinterpret_cast<half2*>(target) = __halves2half2(y[j], y[j + 2]);
+            }
+        } else if (D == 256 && !is_16_bit(paired_for)) {  // the lane has half of 16 numbers
 #pragma unroll
             for (int i = 0; i < N; i += 2)
                 *reinterpret_cast<half2*>(tile + chunk_byte<D>(m, lane / 2 * 2 + i / 2 % 2) + lane % 2 * 8 + i / 4 * 4) = __halves2half2(y[i], y[i + 1]);

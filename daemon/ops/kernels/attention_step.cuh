@@ -482,7 +482,7 @@ DEVICE void attend(Step step) {
         const int per_group = heads.per_group();
         const Packed packed = {entry.first_row, group * per_group, per_group, entry.n_rows * per_group};
         const int padded = (packed.count + 15) / 16 * 16;
-        load_queries<D>(at.queries, at.factors, heads, packed.first_row, packed.first_head, per_group, packed.count, padded, !is_16_bit(heads.k_type));
+        load_queries<D>(at.queries, at.factors, heads, packed.first_row, packed.first_head, per_group, packed.count, padded, heads.k_type);
         __syncthreads();
         if (!WIDE || packed.count <= NARROW_ROWS) run_narrow<D>(step, at, entry, group, packed, k_row_bytes, v_row_bytes);
         else run_wide<D>(step, at, entry, group, packed, k_row_bytes, v_row_bytes);

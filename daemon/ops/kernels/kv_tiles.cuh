@@ -137,23 +137,20 @@ DEVICE u32 fifth_bits(u32 four) { return ((four & 15u) * 0x00204081u & 0x0101010
 // The centroids of tq3_0 (ops/tq3_blocks.py) as halves: their low bytes, then their high ones.
 constexpr u32 TQ3_LOW_BYTES[2] = {0x7e358b1au, 0x1a8b357eu}, TQ3_HIGH_BYTES[2] = {0xa5acafb2u, 0x322f2c25u};
 
-// Eight numbers of tq3_0: two low bits of each of the first 16 bits of `low`, the third in the first 8 bits of `high`.
-// They are the selectors of two byte permutations.
+// Every second one of 16 numbers of tq3_0, from the first on: their two low bits lie in `low`, the third in the first 16
+// bits of `high`. They are the selectors of two byte permutations, a nibble each.
 DEVICE u32 tq3_selectors(u32 low, u32 high) {
-    u32 x = low & 0xffffu, y = high & 0xffu;
-    x = (x | x << 8) & 0x00ff00ffu;
-    x = (x | x << 4) & 0x0f0f0f0fu;
-    x = (x | x << 2) & 0x33333333u;
-    y = (y | y << 12) & 0x000f000fu;
-    y = (y | y << 6) & 0x03030303u;
-    y = (y | y << 3) & 0x11111111u;
-    return x | y << 2;
+    u32 y = high & 0x5555u;
+    y = (y | y << 8) & 0x00550055u;
+    y = (y | y << 4) & 0x05050505u;
+    y = (y | y << 2) & 0x11111111u;
+    return (low & 0x33333333u) | y << 2;
 }
 
-// Four numbers of a block of tq3_0 with the factor d.
+// Four numbers of a block of tq3_0 with the factor d, by the lower half of the selectors.
 DEVICE uint2 tq3_numbers(u32 selectors, half2 d) {
-    const u32 low = __byte_perm(TQ3_LOW_BYTES[0], TQ3_LOW_BYTES[1], selectors & 0xffffu);
-    const u32 high = __byte_perm(TQ3_HIGH_BYTES[0], TQ3_HIGH_BYTES[1], selectors & 0xffffu);
+    const u32 low = __byte_perm(TQ3_LOW_BYTES[0], TQ3_LOW_BYTES[1], selectors);
+    const u32 high = __byte_perm(TQ3_HIGH_BYTES[0], TQ3_HIGH_BYTES[1], selectors);
     return make_uint2(as_u32(__hmul2(as_half2(__byte_perm(low, high, 0x5140)), d)),
                       as_u32(__hmul2(as_half2(__byte_perm(low, high, 0x7362)), d)));
 }
@@ -179,10 +176,42 @@ struct Nibbles {
     }
 };
 
-// A block of 32 numbers of a quantised type, raw at `source`, as 64 bytes of halves. GROUPS: it may be of tq3_0.
-template <bool GROUPS>
-DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
-    u32* out = reinterpret_cast<u32*>(halves);
+// The order of the numbers of each 16 that 256-number keys of quantised types and their queries share, so that four
+// neighbours are what one lane holds of a product: words of two numbers 0 2 4 6 1 3 5 7. Of tq3_0 a lane holds every
+// second one of 16, see tq3_selectors: of a block of 32, words of the numbers 0 2, 1 3, 16 18, 17 19, then each + 4, + 8, + 12.
+DEVICE void pair_up(uint4& low, uint4& high) {
+    const uint4 a = low, b = high;
+    low = make_uint4(a.x, a.z, b.x, b.z);
+    high = make_uint4(a.y, a.w, b.y, b.w);
+}
+
+// A block of 32 numbers of tq3_0, raw at `source`, as 64 bytes of halves; PAIRED: in the order of pair_up.
+template <bool PAIRED>
+DEVICE void unpack_tq3(u32 out[16], const u8* source) {
+    const half2 d = half_pair(source);
+    u32 words[3];
+    load_words<3>(words, source + 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 high = words[2] >> 16 * i;
+        const u32 even = tq3_selectors(words[i], high), odd = tq3_selectors(words[i] >> 2, high >> 1);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const uint2 a = tq3_numbers(even >> 16 * j, d), b = tq3_numbers(odd >> 16 * j, d);
+            if (PAIRED) {
+                out[8 * j + 2 * i] = a.x, out[8 * j + 2 * i + 1] = b.x;
+                out[8 * j + 4 + 2 * i] = a.y, out[8 * j + 4 + 2 * i + 1] = b.y;
+            } else {
+                u32* at = out + 8 * i + 4 * j;
+                at[0] = __byte_perm(a.x, b.x, 0x5410), at[1] = __byte_perm(a.x, b.x, 0x7632);
+                at[2] = __byte_perm(a.y, b.y, 0x5410), at[3] = __byte_perm(a.y, b.y, 0x7632);
+            }
+        }
+    }
+}
+
+// A block of 32 numbers of q8_0, q4_0, q4_1, q5_0 or q5_1 as 16 words of two halves.
+DEVICE void unpack_in_order(u32 out[16], const u8* source, int type) {
     const half2 d = half_pair(source);
     if (type == KV_Q8_0) {
         u32 words[8];
@@ -193,20 +222,6 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
             uint2 four = scaled(words[i] ^ 0x80808080u, offset, d, d, false);
             out[2 * i] = four.x;
             out[2 * i + 1] = four.y;
-        }
-        return;
-    }
-    if (GROUPS && type == KV_TQ3_0) {
-        u32 words[3];
-        load_words<3>(words, source + 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 selectors = tq3_selectors(words[i / 2] >> 16 * (i % 2), words[2] >> 8 * i);
-            const uint2 first = tq3_numbers(selectors, d), second = tq3_numbers(selectors >> 16, d);
-            out[4 * i] = first.x;
-            out[4 * i + 1] = first.y;
-            out[4 * i + 2] = second.x;
-            out[4 * i + 3] = second.y;
         }
         return;
     }
@@ -224,12 +239,17 @@ DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
     }
 }
 
-// The order of the numbers of each 16 that 256-number keys of quantised types and their queries share, so that four
-// neighbours are what one lane holds of a product: words of two numbers 0 2 4 6 1 3 5 7.
-DEVICE void pair_up(uint4& low, uint4& high) {
-    const uint4 a = low, b = high;
-    low = make_uint4(a.x, a.z, b.x, b.z);
-    high = make_uint4(a.y, a.w, b.y, b.w);
+// A block of 32 numbers of a quantised type, raw at `source`, as 64 bytes of halves. GROUPS: it may be of tq3_0. PAIRED:
+// in the order of pair_up.
+template <bool GROUPS, bool PAIRED>
+DEVICE void unpack_block(uint4 halves[4], const u8* source, int type) {
+    u32* out = reinterpret_cast<u32*>(halves);
+    if (GROUPS && type == KV_TQ3_0) return unpack_tq3<PAIRED>(out, source);
+    unpack_in_order(out, source, type);
+    if (PAIRED) {
+        pair_up(halves[0], halves[1]);
+        pair_up(halves[2], halves[3]);
+    }
 }
 
 // A raw tile to a swizzled tile of halves. PAIRED: see pair_up.
@@ -242,11 +262,7 @@ DEVICE void unpack_tile(u8* halves, const u8* raw, int type, int row_bytes) {
         const int row = D == 256 ? threadIdx.x / WARP * 8 + lane % 8 : threadIdx.x % TILE;
         const int block = D == 256 ? lane / 8 * 2 + i : threadIdx.x / TILE + i * (TILE_THREADS<D> / TILE);
         uint4 chunks[4];
-        unpack_block<D % 128 == 0>(chunks, raw + row * row_bytes + block * block_bytes, type);
-        if (PAIRED) {
-            pair_up(chunks[0], chunks[1]);
-            pair_up(chunks[2], chunks[3]);
-        }
+        unpack_block<D % 128 == 0, PAIRED>(chunks, raw + row * row_bytes + block * block_bytes, type);
 #pragma unroll
         for (int c = 0; c < 4; ++c)
             *reinterpret_cast<uint4*>(halves + chunk_byte<D>(row, 4 * block + c)) = chunks[c];
@@ -320,10 +336,10 @@ DEVICE void fragment_b_raw(u32 b[4], const u8* source, int type) {
         return;
     }
     if (type == KV_TQ3_0) {
-        u32 words[3];
-        load_words<3>(words, source + 2);
-        const u32 selectors = tq3_selectors((words[0] >> 8 * t & 0xffu) | (words[1] >> 8 * t & 0xffu) << 8,
-                                            (words[2] >> 4 * t & 15u) | (words[2] >> (16 + 4 * t) & 15u) << 4);
+        u32 bits;
+        load_words<1>(&bits, source + 2 + 4 * (t / 2));
+        const u32 third = *reinterpret_cast<const u16*>(source + 10 + 2 * (t / 2));
+        const u32 selectors = tq3_selectors(bits >> 2 * (t % 2), third >> t % 2);
         const uint2 low = tq3_numbers(selectors, d), high = tq3_numbers(selectors >> 16, d);
         b[0] = low.x, b[1] = low.y, b[2] = high.x, b[3] = high.y;
         return;
