@@ -67,9 +67,10 @@ help:
 	@echo 'PYTHON=...     the interpreter (>= 3.11) when no virtual environment is active'
 	@echo 'MODEL=FILE     another GGUF for run, bench and bench-gpu'
 
-# Leaving the chat with Ctrl-C (exit code 130) is no failure of the target.
+# Leaving with Ctrl-C (exit code 130) is no failure of the target. On a terminal the chat reads the key; without
+# one the signal hits the shell too, which must live to say so: a trap of its own is not inherited.
 run: install
-	@"$(VENV)/bin/slotd" try $(if $(MODEL),-m "$(MODEL)") || [ $$? -eq 130 ]
+	@trap : INT; "$(VENV)/bin/slotd" try $(if $(MODEL),-m "$(MODEL)") || [ $$? -eq 130 ]
 
 # A complaint of the linters must not hide the result of the tests: both run, either one fails the target.
 test: install-test

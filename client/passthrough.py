@@ -34,7 +34,9 @@ def run_inspect(args: list[str]) -> NoReturn:
 
 
 #: Flags of ``inspect`` whose value is the next word.
-INSPECT_VALUES = frozenset({"-c", "--ctx", "--max-ctx", "-ctk", "--cache-type-k", "-ctv", "--cache-type-v"})
+INSPECT_VALUES = frozenset(
+    {"-c", "--ctx", "--max-ctx", "-ctk", "--cache-type-k", "-ctv", "--cache-type-v", "--memory-limit"}
+)
 
 
 def names_file(args: list[str]) -> bool:

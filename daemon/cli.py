@@ -355,33 +355,44 @@ def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive
 @main.command(cls=Command, context_settings=CONTEXT)
 @click.argument("file", type=click.Path(), metavar="[FILE]")
 @click.option(
-    "-c", "--ctx", "--max-ctx", "ctx", type=int,
+    "-c", "--ctx", "--max-ctx", "ctx", type=int, envvar="SLOTD_MAX_CTX",
     help="Context length for the memory figures [default: the model's].",
 )  # fmt: skip
 @click.option(
-    "-ctk", "--cache-type-k", "k_type", default="f32", show_default=True,
+    "-ctk", "--cache-type-k", "k_type", default="f32", show_default=True, envvar="SLOTD_CACHE_TYPE_K",
     help=f"Type of cached keys: {KV_TYPES}.",
 )  # fmt: skip
 @click.option(
-    "-ctv", "--cache-type-v", "v_type", default="f32", show_default=True,
+    "-ctv", "--cache-type-v", "v_type", default="f32", show_default=True, envvar="SLOTD_CACHE_TYPE_V",
     help=f"Type of cached values: {KV_TYPES}.",
+)  # fmt: skip
+@click.option(
+    "--memory-limit", envvar="SLOTD_MEMORY_LIMIT", metavar="SIZE",
+    help="Memory of the daemon that the figures are compared with [default: this machine's].",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-v", "--verbose", count=True, help="More log on stderr, and where a failure came from.")
-def inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool, verbose: int) -> None:
+def inspect(file: str, as_json: bool, verbose: int, **flags: Any) -> None:
     """Print what a GGUF file is, what it needs, and whether slotd can run it (exit code 3 when not).
 
     Without FILE `slotd inspect` takes the default model.
     """
     setup_logging(verbose)
-    _run(lambda: _inspect(file, ctx, k_type, v_type, as_json), verbose)
+    _run(lambda: _inspect(file, as_json, flags), verbose)
 
 
-def _inspect(file: str, ctx: int | None, k_type: str, v_type: str, as_json: bool) -> int:
+def _inspect(file: str, as_json: bool, flags: dict[str, Any]) -> int:
     from slotd.daemon.kv.numpy_need import numpy_need
     from slotd.daemon.weights.inspection import inspect_file
 
-    report = inspect_file(file, numpy_need, ctx=ctx, k_type=k_type, v_type=v_type)
+    limit = flags["memory_limit"]
+    try:
+        report = inspect_file(
+            file, numpy_need, ctx=flags["ctx"], k_type=flags["k_type"], v_type=flags["v_type"],
+            memory_limit=None if limit is None else parse_size("--memory-limit", limit),
+        )  # fmt: skip
+    except ConfigError as error:
+        raise naming_variable(error) from error
     click.echo(report.to_json() if as_json else report.to_text())
     return 0 if report.runnable else EXIT_MODEL
 

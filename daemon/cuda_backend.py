@@ -25,13 +25,9 @@ from slotd.daemon.ops.cuda_pages import CudaPages
 from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.weights.architectures import HyperParameters
 from slotd.daemon.weights.reader import ModelFile
-from slotd.protocol.errors import ModelError
 
 #: Seconds after which a thread of Python makes way for another: a busy one beside it must not hold up a step.
 SWITCH_INTERVAL = 1e-4
-
-#: Architectures whose kernels are there.
-ARCHITECTURES = frozenset({"llama", "qwen3", "qwen35"})
 
 
 class CudaBackend:
@@ -59,12 +55,6 @@ class CudaBackend:
 
     def page_store(self, hyper: HyperParameters, k_type: str, v_type: str) -> CudaPageStore:
         h = hyper
-        if h.arch not in ARCHITECTURES:
-            supported = ", ".join(sorted(ARCHITECTURES))
-            raise ModelError(
-                f"architecture {h.arch!r} is not supported on a CUDA device in this version "
-                f"(supported: {supported}; --device cpu runs it)"
-            )
         shape = AttentionShape(
             h.n_head, h.n_head_kv, h.head_dim, h.value_dim, k_type, v_type, gated=h.delta_net is not None
         )

@@ -13,7 +13,7 @@ from slotd.daemon.ops.interface import Ops
 from slotd.daemon.weights.reader import ModelFile
 from slotd.protocol.errors import ModelError
 
-#: Their ops are `Ops`, or more than that where a backend says that it runs them.
+#: The architectures of `weights.architectures`. Each backend has the ops of all of them.
 MODELS: Mapping[str, Callable[[ModelFile, Any, int], Model]] = {
     "llama": Llama,
     "qwen3": Qwen3,

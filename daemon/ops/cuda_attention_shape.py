@@ -106,7 +106,7 @@ class AttentionShape:
             widths = ", ".join(map(str, HEAD_DIMS))
             raise ConfigError(
                 f"key heads of {self.head_dim} and value heads of {self.value_dim} numbers: "
-                f"CUDA attention takes equal ones, {widths} (or --ctk f32)"
+                f"CUDA attention takes equal ones, {widths} (or -ctk f32)"
             )
         if self.per_group > MOST_PER_GROUP:
             raise ConfigError(

@@ -8,15 +8,15 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from slotd.daemon.config import MAX_CTX_LIMIT, check_range
+from slotd.daemon.memory import DeviceMemory
 from slotd.daemon.weights.architectures import HyperParameters, left_out, read_hyper_parameters
 from slotd.daemon.weights.kv_formats import check_kv_formats, check_kv_pair, kv_bytes_per_token
 from slotd.daemon.weights.reader import GgufFile, check_model, open_gguf
-from slotd.protocol.errors import ConfigError, ModelError
-
-#: Longest context that can be asked about, in tokens.
-MAX_CONTEXT = 2**31 - 1
+from slotd.protocol.errors import ModelError
 
 
 class Need(Protocol):
@@ -65,6 +65,7 @@ class Memory:
         state: recurrent state of one sequence; 0 when all layers have attention.
         working: at most, what a call needs beside.
         total: all four: with so much as `--memory-limit` the request is answered.
+        available: what a daemon would have: the limit, or the memory of this machine.
     """
 
     context: int
@@ -76,6 +77,7 @@ class Memory:
     state: int
     working: int
     total: int
+    available: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Inspection:
 
 def inspect_file(
     path: str | os.PathLike[str], need: FindNeed, *, ctx: int | None = None, k_type: str = "f32",
-    v_type: str = "f32",
+    v_type: str = "f32", memory_limit: int | None = None,
 ) -> Inspection:  # fmt: skip
     """Look at a file.
 
@@ -139,16 +141,18 @@ def inspect_file(
         ctx: context length for the memory figures, in tokens; default: the model's own.
         k_type: one of `KV_NAMES`.
         v_type: one of `KV_NAMES`.
+        memory_limit: bytes that a daemon may have; default: the memory of this machine.
 
     Raises:
         ModelError: it is not a whole GGUF file. A whole one that cannot be run is not an error.
-        ConfigError: ctx is out of range, or a K/V type is not supported or does not fit the model's heads.
+        ConfigError: what a daemon with these settings refuses too: ctx is out of range, or a K/V type is not
+            supported or does not fit the model's heads.
     """
-    if ctx is not None and not 1 <= ctx <= MAX_CONTEXT:
-        raise ConfigError(f"context length {ctx}: the limit is 1 to {MAX_CONTEXT}")
-    check_kv_pair(k_type, v_type)
+    if ctx is not None:
+        check_range("--max-ctx", ctx, 2, MAX_CTX_LIMIT)
     with open_gguf(path) as file:
         hyper, reason = _judge(file)
+        (check_kv_pair if hyper is None else partial(check_kv_formats, hyper))(k_type, v_type)
         unused = left_out(file.header, hyper) if hyper else frozenset()
         return Inspection(
             path=str(path),
@@ -164,7 +168,7 @@ def inspect_file(
             reason=reason,
             left_out=len(unused),
             hyper=hyper,
-            memory=_memory(file, need, hyper, ctx or hyper.n_ctx_train, k_type, v_type) if hyper else None,
+            memory=_memory(file, need, hyper, ctx, k_type, v_type, memory_limit) if hyper else None,
         )
 
 
@@ -205,9 +209,10 @@ def _type_totals(file: GgufFile) -> tuple[TypeTotal, ...]:
 
 
 def _memory(
-    file: GgufFile, find: FindNeed, hyper: HyperParameters, context: int, k_type: str, v_type: str
-) -> Memory:
-    check_kv_formats(hyper, k_type, v_type)
+    file: GgufFile, find: FindNeed, hyper: HyperParameters, ctx: int | None, k_type: str, v_type: str,
+    memory_limit: int | None,
+) -> Memory:  # fmt: skip
+    context = hyper.n_ctx_train if ctx is None else ctx
     need = find(file, hyper, context, k_type, v_type)
     state = hyper.delta_net.state_bytes if hyper.delta_net else 0
     return Memory(
@@ -220,6 +225,7 @@ def _memory(
         state=state,
         working=need.working,
         total=need.weights + need.kv + state + need.working,
+        available=DeviceMemory(memory_limit).total,
     )
 
 
@@ -268,10 +274,17 @@ def _verdict(inspection: Inspection) -> Iterator[str]:
         if memory.state:
             yield f"    {'recurrent state':<20} {_mib(memory.state)} for each sequence and slot"
         yield f"    {'working memory':<20} {_mib(memory.working)} at most"
-    if inspection.runnable:
-        yield "  slotd can run it"
-    else:
+    if not inspection.runnable:
         yield f"  slotd cannot run it: {inspection.reason}"
+        return
+    yield "  slotd can run it"
+    if memory and memory.total > memory.available:
+        yield (
+            f"  but not a request of {memory.context} tokens on the NumPy backend: there are "
+            f"{_mib(memory.available)} of memory"
+        )
+    if (hyper := inspection.hyper) and memory and memory.context > hyper.n_ctx_train:
+        yield f"  beyond the {hyper.n_ctx_train} positions that it was trained for answers may degrade"
 
 
 def _mib(n_bytes: int) -> str:

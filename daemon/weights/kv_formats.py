@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import gguf
 
@@ -47,32 +47,49 @@ def check_kv_pair(k_type: str, v_type: str) -> None:
     Raises:
         ConfigError: they do not, with the types that do; or an unknown type.
     """
-    kv_format(k_type)
-    kv_format(v_type)
-    for plane, name, other in (("K", k_type, v_type), ("V", v_type, k_type)):
-        if name == "tq3_0" and other not in TQ3_PARTNERS[plane]:
-            partner = "V" if plane == "K" else "K"
-            raise ConfigError(
-                f"{plane} type tq3_0 does not go with {partner} type {other}, only with "
-                f"{', '.join(TQ3_PARTNERS[plane])}"
-            )
+    _check_pair(k_type, v_type, KV_NAMES, KV_NAMES)
 
 
 def check_kv_formats(hyper: HyperParameters, k_type: str, v_type: str) -> None:
     """Whether the types go together, and heads of this model are whole blocks in them.
 
     Raises:
-        ConfigError: naming the type, the key of the model and what it would have to be; a pair or a type that
-            there is not.
+        ConfigError: naming what is wrong, and the types that this model can have instead; a pair or a type
+            that there is not.
     """
-    check_kv_pair(k_type, v_type)
+    kv_format(k_type)
+    kv_format(v_type)
+    # Heads before pairs: the partners of a type that does not fit are of no use.
     planes = (("K", k_type, "key_length", hyper.head_dim), ("V", v_type, "value_length", hyper.value_dim))
     for plane, name, key, dim in planes:
-        elements = TQ3_GROUP if name == "tq3_0" else kv_format(name).block_elements
-        if dim % elements:
+        if name not in (fitting := _types_for_heads(dim)):
             raise ConfigError(
-                f"{plane} type {name} needs heads of a multiple of {elements} numbers: "
-                f"{hyper.arch}.attention.{key} is {dim}"
+                f"{plane} type {name} needs heads of a multiple of {_numbers_of(name)} numbers: "
+                f"{hyper.arch}.attention.{key} is {dim}, which {', '.join(fitting)} can have"
+            )
+    _check_pair(k_type, v_type, _types_for_heads(hyper.head_dim), _types_for_heads(hyper.value_dim))
+
+
+def _numbers_of(name: str) -> int:
+    """Heads are a multiple of so many numbers in this type."""
+    return TQ3_GROUP if name == "tq3_0" else kv_format(name).block_elements
+
+
+def _types_for_heads(dim: int) -> tuple[str, ...]:
+    return tuple(name for name in KV_NAMES if dim % _numbers_of(name) == 0)
+
+
+def _check_pair(k_type: str, v_type: str, k_types: Collection[str], v_types: Collection[str]) -> None:
+    """k_types, v_types: those that may be named instead, for either plane."""
+    kv_format(k_type)
+    kv_format(v_type)
+    planes = (("K", k_type, "V", v_type, "-ctv", v_types), ("V", v_type, "K", k_type, "-ctk", k_types))
+    for plane, name, partner, other, flag, possible in planes:
+        if name == "tq3_0" and other not in TQ3_PARTNERS[plane]:
+            good = ", ".join(kind for kind in TQ3_PARTNERS[plane] if kind in possible)
+            raise ConfigError(
+                f"{plane} type tq3_0 does not go with {partner} type {other}; "
+                f"it does with {flag} of one of: {good}"
             )
 
 

@@ -426,21 +426,6 @@ def test_try_answers_one_question_and_shows_rates(model: Path) -> None:
     assert "tok/s" in found.stderr
 
 
-@pytest.mark.parametrize(("code", "failed"), [(130, False), (0, False), (1, True)])
-def test_leaving_with_ctrl_c_is_no_error_of_make(tmp_path: Path, code: int, failed: bool) -> None:
-    """The target of the real Makefile, on an environment whose `slotd` ends at once."""
-    root = Path(__file__).parents[2]
-    (tmp_path / "bin").mkdir()
-    for name, line in (("python", f'exec "{sys.executable}" "$@"'), ("slotd", f"exit {code}")):
-        program = tmp_path / "bin" / name
-        program.write_text(f"#!/bin/sh\n{line}\n")
-        program.chmod(0o755)
-    (tmp_path / ".slotd-run").write_text(f"{root}\n")  # says that slotd is installed there
-    command = ["make", "-C", str(root), "run", f"VENV={tmp_path}"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert ("Error" in found.stderr, found.returncode != 0) == (failed, failed), found.stderr
-
-
 def test_a_killed_chat_leaves_no_daemon(model: Path) -> None:
     child = subprocess.Popen(argv("chat", model), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     wait_until(lambda: psutil.Process(child.pid).children(), "a daemon")

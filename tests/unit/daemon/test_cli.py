@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -301,3 +303,37 @@ def test_inspect_tells_a_model_that_runs_from_one_that_does_not(tiny_llama: Path
     assert "Traceback" not in result.stderr
     assert "Traceback" in invoke("inspect", "-v", str(broken)).stderr
     assert "inspect [OPTIONS] [FILE]" in invoke("inspect", "-h").stdout
+
+
+def test_inspect_takes_the_settings_that_the_daemon_takes(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags that both have are the same flags: spellings, type and variable. What one refuses both do."""
+    shared = 0
+    for option in cli.inspect.params:
+        twins = [other for other in cli.daemon.params if set(other.opts) & set(option.opts)]
+        if isinstance(option, click.Option) and twins:
+            (twin,) = twins
+            assert isinstance(twin, click.Option)
+            assert (option.envvar, option.type.name) == (twin.envvar, twin.type.name), option.name
+            shared += option.envvar is not None
+    assert shared == 4
+    monkeypatch.setenv("SLOTD_MAX_CTX", "100")
+    monkeypatch.setenv("SLOTD_CACHE_TYPE_K", "f16")
+    monkeypatch.setenv("SLOTD_MEMORY_LIMIT", "1g")
+    found = json.loads(invoke("inspect", "--json", str(tiny_llama)).stdout)["memory"]
+    assert (found["context"], found["k_type"], found["v_type"]) == (100, "f16", "f32")
+    assert found["available"] == 1 << 30
+    assert (
+        json.loads(invoke("inspect", "-c", "90", "--json", str(tiny_llama)).stdout)["memory"]["context"] == 90
+    )
+    for name, value, said in (
+        ("SLOTD_MAX_CTX", "1", "SLOTD_MAX_CTX: --max-ctx 1: must be 2 to 16777216"),
+        ("SLOTD_MEMORY_LIMIT", "x", "SLOTD_MEMORY_LIMIT: --memory-limit 'x': must be a size"),
+    ):
+        monkeypatch.setenv(name, value)
+        for command in ("inspect", "daemon"):
+            refused = invoke(command, str(tiny_llama))
+            assert refused.exit_code == 2
+            assert refused.stderr.startswith(f"slotd: {said}")
+        monkeypatch.delenv(name)

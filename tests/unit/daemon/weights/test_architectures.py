@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from slotd.daemon.models.registry import MODELS
 from slotd.daemon.weights.architectures import ARCHITECTURES, HyperParameters, expected_tensors
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.errors import ModelError
@@ -113,6 +115,17 @@ def test_scaling_without_effect_is_accepted(tmp_path: Path) -> None:
     hyper(tmp_path, metadata={"llama.rope.scaling.type": "none"})
     hyper(tmp_path, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0})
     hyper(tmp_path, metadata={"llama.expert_count": 0, "llama.attention.causal": True})
+
+
+def test_every_architecture_has_its_code_and_is_in_readme() -> None:
+    """One list: a file that `slotd inspect` takes has a model class, whose ops every backend has."""
+    assert set(MODELS) == set(ARCHITECTURES)
+    readme = (Path(__file__).parents[4] / "README.md").read_text("utf-8")
+    (limits,) = re.findall(
+        r"^- Models: GGUF files of architectures (.*?),\s+with any", readme, re.MULTILINE | re.DOTALL
+    )
+    assert set(re.findall(r"`(\w+)`", limits)) == set(ARCHITECTURES)
+    assert "on the CPU and on CUDA" in " ".join(limits.split())
 
 
 def test_expected_tensors_follow_the_table(tmp_path: Path) -> None:

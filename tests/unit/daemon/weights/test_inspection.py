@@ -42,8 +42,8 @@ def test_context_and_kv_type(tmp_path: Path) -> None:
     memory = inspect_file(path, numpy_need, ctx=1000, k_type="f16", v_type="f16").memory
     assert memory is not None
     assert (memory.context, memory.kv_per_token, memory.kv) == (1000, 256, 2 * 1024 * 256)
-    for ctx in (0, -5, 2**31):
-        with pytest.raises(ConfigError, match=f"^context length {ctx}: the limit is 1 to 2147483647$"):
+    for ctx in (0, 1, -5, 2**24 + 1):  # as the daemon
+        with pytest.raises(ConfigError, match=f"^--max-ctx {ctx}: must be 2 to 16777216$"):
             inspect_file(path, numpy_need, ctx=ctx)
     for options in ({"k_type": "q3"}, {"v_type": "q3"}):
         with pytest.raises(ConfigError, match=r"^'q3' is not a K/V type \(supported: f32, f16, .*\)$"):
@@ -69,8 +69,32 @@ def test_block_types(tmp_path: Path) -> None:
 
 def test_a_type_that_does_not_fit_the_heads(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "m.gguf")
-    with pytest.raises(ConfigError, match=r"^V type q4_0 .* 32 numbers: llama.attention.value_length is 16$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^V type q4_0 .*value_length is 16, which f32, f16, bf16 can have$",
+    ):
         inspect_file(path, numpy_need, v_type="q4_0")
+
+
+def test_a_length_that_does_not_fit_is_said(tmp_path: Path) -> None:
+    """In what a daemon may have, and in what the model was trained for (512 tokens here)."""
+    path = write_tiny_llama(tmp_path / "m.gguf")
+    need = inspect_file(path, numpy_need, ctx=512).memory
+    assert need is not None
+    assert need.total < need.available  # of this machine
+    for limit, ctx, fits, trained in (
+        (need.total, 512, True, True),
+        (need.total - 1, 512, False, True),
+        (need.total - 1, 10, True, True),
+        (1 << 40, 513, True, False),
+        (1 << 20, 2**24, False, False),
+    ):
+        found = inspect_file(path, numpy_need, ctx=ctx, memory_limit=limit)
+        assert found.memory is not None
+        assert (found.runnable, found.memory.available) == (True, limit)
+        text = found.to_text()
+        assert (f"but not a request of {ctx} tokens on the NumPy backend" not in text) == fits
+        assert ("beyond the 512 positions" not in text) == trained
 
 
 def test_unsupported_arch_is_described(tmp_path: Path) -> None:
@@ -100,10 +124,10 @@ def test_not_gguf_is_an_error(tmp_path: Path) -> None:
 def test_text(tmp_path: Path) -> None:
     name = {"general.name": "Ti\x1b[31mny"}
     path = write_tiny_llama(tmp_path / "m.gguf", metadata=name, weight_type="Q4_0")
-    text = inspect_file(path, numpy_need, ctx=1024).to_text()
+    text = inspect_file(path, numpy_need, ctx=512).to_text()
     assert "\x1b" not in text
     assert text.startswith(str(path))
-    for part in ["Ti?[31mny", "llama, GGUF version 3", "Q4_0", "a request of 1024 tokens", "512 bytes per"]:
+    for part in ["Ti?[31mny", "llama, GGUF version 3", "Q4_0", "a request of 512 tokens", "512 bytes per"]:
         assert part in text
     assert text.endswith("slotd can run it")
 

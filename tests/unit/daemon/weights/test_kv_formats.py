@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,12 @@ def test_p53_61_pairs_run_and_the_others_are_refused_with_the_list(wide: HyperPa
     refused = set(itertools.product(KV_NAMES, KV_NAMES)) - PAIRS - WITH_F32
     assert refused == {("f32", "tq3_0"), *(("tq3_0", v) for v in ("f32", "q4_1", "q5_0", "q5_1"))}
     for k, v in refused:
-        mine, other, plane = (k, v, "K") if k == "tq3_0" else (v, k, "V")
-        partners = "f16, bf16, q4_0, q8_0, tq3_0" if plane == "K" else (
-            "f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, tq3_0"
-        )  # fmt: skip
-        message = (
-            f"^{plane} type {mine} does not go with {'KV'[plane == 'K']} type {other}, only with {partners}$"
-        )
+        if k == "tq3_0":
+            pair, partners = f"K type {k} does not go with V type {v}", "f16, bf16, q4_0, q8_0, tq3_0"
+        else:
+            pair = f"V type {v} does not go with K type {k}"
+            partners = "f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, tq3_0"
+        message = f"^{pair}; it does with -ct{'v' if k == 'tq3_0' else 'k'} of one of: {partners}$"
         with pytest.raises(ConfigError, match=message):
             check_kv_formats(wide, k, v)
 
@@ -65,7 +65,8 @@ def test_other_heads_are_refused_by_type_key_and_limit(hyper: HyperParameters, n
         odd = dataclasses.replace(hyper, **{field: 80})
         check_kv_formats(odd, "f16", "bf16")
         message = (
-            f"^{plane} type {name} needs heads of a multiple of 32 numbers: llama.attention.{key} is 80$"
+            f"^{plane} type {name} needs heads of a multiple of 32 numbers: llama.attention.{key} is 80, "
+            "which f32, f16, bf16 can have$"
         )
         with pytest.raises(ConfigError, match=message):
             check_kv_formats(odd, name, name)
@@ -76,6 +77,36 @@ def test_other_heads_are_refused_by_type_key_and_limit(hyper: HyperParameters, n
 def test_unknown_types_are_refused_in_both_planes(hyper: HyperParameters, pair: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="'tq9' is not a K/V type"):
         check_kv_formats(hyper, *pair)
+
+
+def test_what_a_refusal_names_can_be_used_at_once(hyper: HyperParameters) -> None:
+    """On models of any heads: each type that it names instead is taken, nothing is refused after it."""
+    refusals = 0
+    for head_dim, value_dim in itertools.product((64, 80, 128), repeat=2):
+        model = dataclasses.replace(hyper, head_dim=head_dim, value_dim=value_dim)
+        for k, v in itertools.product(KV_NAMES, KV_NAMES):
+            said = refusal(model, k, v)
+            if said is None:
+                continue
+            refusals += 1
+            (listed,) = re.findall(r"(?:one of: |, which )((?:\w+, )*\w+)", said)
+            for name in listed.split(", "):
+                if "-ctk" in said:
+                    named = (name, v)
+                elif "-ctv" in said:
+                    named = (k, name)
+                else:  # heads: a type of this plane, beside one that goes with all of those
+                    named = (name, "f16") if said[0] == "K" else ("f16", name)
+                assert refusal(model, *named) is None, (said, named)
+    assert refusals > 100
+
+
+def refusal(model: HyperParameters, k: str, v: str) -> str | None:
+    try:
+        check_kv_formats(model, k, v)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def test_tq3_0_needs_heads_of_whole_rotations(hyper: HyperParameters, wide: HyperParameters) -> None:
