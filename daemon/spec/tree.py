@@ -63,22 +63,26 @@ def cut(tree: DraftTree, n: int) -> DraftTree:
     return tree if n >= len(tree) else DraftTree(tree.tokens[:n], tree.parents[:n], tree.depths[:n])
 
 
-def from_paths(root: int, paths: Iterable[Sequence[int]], budget: int) -> DraftTree:
-    """The first `budget` distinct nodes of these continuations, the earlier paths first."""
+def grow(root: int, steps: Iterable[tuple[int, int]], budget: int) -> DraftTree:
+    """The first `budget` nodes of several continuations that share what they have in common.
+
+    Args:
+        steps: (number of a continuation, its next token), in the order in which nodes are worth adding.
+    """
     tokens, parents, depths = [root], [NO_PARENT], [0]
+    ends: dict[int, int] = {}  # continuation -> its row so far
     children: dict[tuple[int, int], int] = {}
-    for path in paths:
-        row = 0
-        for token in path:
-            below = children.get((row, token))
-            if below is None:
-                if len(tokens) > budget:
-                    return _tree(tokens, parents, depths)
-                below = children[row, token] = len(tokens)
-                tokens.append(token)
-                parents.append(row)
-                depths.append(depths[row] + 1)
-            row = below
+    for number, token in steps:
+        above = ends.get(number, 0)
+        row = children.get((above, token))
+        if row is None:
+            if len(tokens) > budget:
+                break
+            row = children[above, token] = len(tokens)
+            tokens.append(token)
+            parents.append(above)
+            depths.append(depths[above] + 1)
+        ends[number] = row
     return _tree(tokens, parents, depths)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotd.daemon.spec.tree import DraftTree, build_tree, chain, cut, from_paths
+from slotd.daemon.spec.tree import DraftTree, build_tree, chain, cut, grow
 
 Candidates = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -139,9 +139,15 @@ def test_p29_trees_are_nested_and_a_larger_one_never_accepts_less(
         accepted = walked(tree, answer)
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=5), budgets)
-def test_continuations_make_the_tree_of_their_distinct_prefixes(paths: list[list[int]], budget: int) -> None:
-    tree = from_paths(ROOT, paths, budget)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=20), budgets)
+def test_continuations_make_the_tree_of_their_distinct_prefixes(
+    steps: list[tuple[int, int]], budget: int
+) -> None:
+    tree = grow(ROOT, steps, budget)
     assert_well_formed(tree, budget)
-    distinct = list(dict.fromkeys(tuple(path[: i + 1]) for path in paths for i in range(len(path))))
-    assert paths_of(tree)[1:] == distinct[:budget]
+    so_far: dict[int, tuple[int, ...]] = {}
+    prefixes: dict[tuple[int, ...], None] = {}
+    for number, token in steps:
+        so_far[number] = (*so_far.get(number, ()), token)
+        prefixes[so_far[number]] = None
+    assert paths_of(tree)[1:] == list(prefixes)[:budget]

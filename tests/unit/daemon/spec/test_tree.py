@@ -9,7 +9,7 @@ import pytest
 
 from slotd.daemon.rows import MAX_STEP_ROWS, Rows
 from slotd.daemon.sequence import Sequence
-from slotd.daemon.spec.tree import DraftTree, build_tree, chain, cut, from_paths, root_only
+from slotd.daemon.spec.tree import DraftTree, build_tree, chain, cut, grow, root_only
 
 IDS = np.array([[10, 11], [20, 21], [30, 31]], np.int32)
 LOGPROBS = np.log(np.array([[0.6, 0.4], [0.9, 0.1], [0.5, 0.3]], np.float32))
@@ -74,9 +74,10 @@ def test_children() -> None:
 
 
 def test_continuations_share_their_beginning() -> None:
-    tree = from_paths(7, [[1, 2, 3], [1, 4], [5]], 5)
-    assert rows(tree)[1:] == [(1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 1, 2), (5, 0, 1)]
-    assert rows(from_paths(7, [[1, 2, 3], [1, 4], [5]], 4)) == rows(tree)[:5]
+    steps = [(0, 1), (0, 2), (1, 1), (1, 4), (0, 3), (2, 5)]
+    tree = grow(7, steps, 5)
+    assert rows(tree)[1:] == [(1, 0, 1), (2, 1, 2), (4, 1, 2), (3, 2, 3), (5, 0, 1)]
+    assert rows(grow(7, steps, 3)) == rows(tree)[:4]
 
 
 def test_a_tree_can_be_the_rows_of_a_step() -> None:
