@@ -56,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_process", "engine_life", "in_flight", "slots_seen"),
     ("link_wire", "shared_state"),
     ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
-    + ("candidates", "idle_unload", "state_file", "totals"),
+    + ("candidates", "idle_unload", "spec", "state_file", "totals"),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.
@@ -84,7 +84,7 @@ ENGINE = (
         "cuda_steps",
         "device_backend",
     ),
-    *("models", "kv", "sampling", "ops", "memory"),
+    *("models", "kv", "sampling", "ops", "memory", "spec"),
 )
 
 #: Names that a file beside a script would shadow (``python daemon/cli.py`` puts daemon/ first on sys.path).
@@ -172,6 +172,17 @@ def front_knows_no_engine(source: Source) -> Iterator[str]:
             yield f"{source.at(found.line)}: the front imports {there}, a part of the engine"
 
 
+def guesses_are_pure(source: Source) -> Iterator[str]:
+    """slotd.daemon.spec is functions over arrays: NumPy, what needs no input or output, and itself."""
+    if not _inside(source.module, "slotd.daemon.spec"):
+        return
+    for found in source.imports:
+        top = found.target.partition(".")[0]
+        known = top == "numpy" or (top in sys.stdlib_module_names and top not in INPUT_AND_OUTPUT)
+        if not known and not found.reaches("slotd.daemon.spec"):
+            yield f"{source.at(found.line)}: spec imports {found.target}"
+
+
 RULES_AND_OFFENDERS: list[tuple[Rule, Source]] = [
     (no_relative_imports, sample("slotd.client.bus", "from . import process")),
     (no_relative_imports, sample("slotd.client.bus", "from .process import spawn")),
@@ -199,6 +210,8 @@ RULES_AND_OFFENDERS: list[tuple[Rule, Source]] = [
     (daemon_layers_hold, sample("slotd.daemon.memory.ledger", "from slotd.daemon.ops import interface")),
     (daemon_layers_hold, sample("slotd.daemon.rows", "from slotd.daemon import engine")),
     (daemon_layers_hold, sample("slotd.daemon.brandnew", "")),
+    (guesses_are_pure, sample("slotd.daemon.spec.tree", "from slotd.daemon.rows import Rows")),
+    (guesses_are_pure, sample("slotd.daemon.spec.adaptation", "import time")),
     (front_knows_no_engine, sample("slotd.daemon.front", "from slotd.daemon.engine import Engine")),
     (front_knows_no_engine, sample("slotd.daemon.loop", "from slotd.daemon.kv import pages")),
 ]
