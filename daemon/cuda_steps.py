@@ -8,7 +8,8 @@ Plain greedy decoding asks for a step, gets the best ids, and asks for the next 
 so last time, the next step is enqueued at once, behind the one that was asked for: it takes its tokens from
 where the device leaves them. If the caller then asks for that very step, it is under way already, and what
 the host does costs nothing; if not, its results are forgotten. It wrote one place of K/V behind the
-committed end of each sequence, which nobody reads before a row is written there.
+committed end of each sequence, which nobody reads before a row is written there, and recurrent states of its
+own, which nobody has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from slotd.daemon.ops.cuda_delta import CudaDelta
 from slotd.daemon.ops.cuda_graphs import Mark, PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy, take
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
-from slotd.daemon.ops.cuda_recurrent import KeptInputs, StepRecurrence
+from slotd.daemon.ops.cuda_recurrent import CudaState, KeptInputs, StepRecurrence
 from slotd.daemon.row_checks import row_counts
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
@@ -94,18 +95,27 @@ class _Asked:
         lengths: committed tokens of each.
         pages: the page that each row is written to.
         step: where its results are, or will be.
+        read, write: of recurrent layers, the states of each that it starts from and leaves; else none.
     """
 
     sequences: tuple[Sequence, ...]
     lengths: tuple[int, ...]
     pages: tuple[int, ...]
     step: CapturedStep
+    read: tuple[CudaState, ...] = ()
+    write: tuple[CudaState, ...] = ()
 
     @classmethod
-    def of(cls, rows: Rows, step: CapturedStep, ahead: int = 0) -> _Asked:
+    def of(cls, rows: Rows, step: CapturedStep, ahead: int = 0, write: tuple[CudaState, ...] = ()) -> _Asked:
         lengths = tuple(len(sequence) + ahead for sequence in rows.sequences)
         pages = tuple(s.pages[n // PAGE] for s, n in zip(rows.sequences, lengths, strict=True))
-        return cls(rows.sequences, lengths, pages, step)
+        read = tuple(sequence.open_state.after for sequence in rows.sequences) if write else ()
+        return cls(rows.sequences, lengths, pages, step, read, write)
+
+    def hand_over(self, rows: Rows) -> None:
+        """The rows are these: what their commits take is what this step leaves."""
+        for sequence, state in zip(rows.sequences, self.write, strict=False):
+            sequence.open_state.after = state
 
     def is_same(self, rows: Rows) -> bool:
         """Whether `rows` are these but for their tokens."""
@@ -113,6 +123,7 @@ class _Asked:
             len(rows) == len(rows.sequences)
             and rows.sequences == self.sequences
             and tuple(map(len, rows.sequences)) == self.lengths
+            and all(s.state is state for s, state in zip(rows.sequences, self.read, strict=False))
             and all(
                 sequence.pages[n // PAGE] == page
                 for sequence, n, page in zip(self.sequences, self.lengths, self.pages, strict=True)
@@ -143,11 +154,11 @@ class CudaSteps:
         ahead, self._ahead = self._ahead, None
         if goes_on and ahead is not None and ahead.is_same(rows):
             step = ahead.step
+            ahead.hand_over(rows)
         else:
             step = self._launch(rows, not_this=ahead.step if ahead is not None else None)
         plain = len(rows) == len(rows.sequences)
-        # With recurrent layers nothing is foreseen: a step writes the state that its commit takes.
-        if plain and self._delta is None and goes_on:
+        if plain and goes_on:
             with suppress(OutOfDeviceMemory):  # what was asked for is under way
                 self._ahead = self._launch_ahead(rows, step)
         self._last = _Asked.of(rows, step) if plain else None
@@ -194,8 +205,11 @@ class CudaSteps:
         step = pair[1] if before is pair[0] else pair[0]
         self._before_packing(step)
         pack_ahead(step.host, rows, addresses)
+        states: tuple[CudaState, ...] = ()
+        if isinstance(step.call.recurrent, StepRecurrence):
+            states = step.call.recurrent.fill_ahead(rows)
         self._enqueue(step, pair)
-        return _Asked.of(rows, step, ahead=1)
+        return _Asked.of(rows, step, 1, states)
 
     # ----- launches
 

@@ -49,7 +49,7 @@ class CudaRecurrentStore(RecurrentStorage):
     def open(self, kind: Kind, n: int) -> CudaState | OpenedStep:
         if kind is Kind.PROMPT:
             return self._empty("state")
-        return OpenedStep(self._empty("state") if n == 1 else None)
+        return OpenedStep()  # the step knows whether it needs a state
 
     def commit(
         self, state: CudaState | None, opened: CudaState | OpenedStep, path: npt.NDArray[np.int64]

@@ -42,13 +42,13 @@ class OpenedStep:
     """What a step leaves for a commit of one sequence.
 
     Attributes:
-        after: the state behind its row, when it has one; None: a commit replays its inputs.
+        after: the state behind its row, when it is alone and the step has run; None: a commit replays inputs.
         kept: where these lie; None until the step has run.
         run: which of the steps that keep their inputs there.
         first: place of the sequence's first row.
     """
 
-    after: CudaState | None
+    after: CudaState | None = None
     kept: KeptInputs | None = None
     run: int = 0
     first: int = 0
@@ -95,16 +95,15 @@ class StepTables:
         self._read, self._write = states[:MAX_STEP_ROWS], states[MAX_STEP_ROWS:]
         self._order = self._pinned.array[16 * MAX_STEP_ROWS :].view(np.int32)
 
-    def fill(self, rows: Rows) -> None:
-        """For a step of these rows, whose sequences are open."""
+    def begin(self) -> None:
+        """A new step."""
         self._order[:] = 0
-        for s, (sequence, first, parents) in enumerate(_spans(rows)):
-            opened = sequence.open_state
-            assert isinstance(opened, OpenedStep)
-            self._read[s] = sequence.state.address
-            self._write[s] = 0 if opened.after is None else opened.after.address
-            order = walk_order([int(parent) - first if parent >= 0 else -1 for parent in parents])
-            self._order[first : first + len(order)] = order
+
+    def set(self, s: int, read: CudaState, write: CudaState | None, first: int, parents: list[int]) -> None:
+        """Of sequence s of the call: states, its first row, and the parents of its rows among them, or -1."""
+        self._read[s], self._write[s] = read.address, 0 if write is None else write.address
+        order = walk_order(parents)
+        self._order[first : first + len(order)] = order
 
     def upload(self, stream: Stream) -> None:
         """Enqueue the copy to the device."""
@@ -140,12 +139,35 @@ class StepRecurrence:
         self.tables = StepTables(memory, kept.rows)
 
     def fill(self, rows: Rows) -> None:
-        """For the next run: tables, and what commits of its sequences will need."""
-        self.tables.fill(rows)
+        """For the next run: tables, and what commits of its sequences will need.
+
+        Raises:
+            OutOfDeviceMemory: no room for a state behind a row.
+        """
+        afters = [self._new_state() if len(parents) == 1 else None for _, _, parents in _spans(rows)]
+        self.tables.begin()
         self._kept.run += 1
-        for sequence, first, _ in _spans(rows):
-            sequence.open_state.kept = self._kept
-            sequence.open_state.run, sequence.open_state.first = self._kept.run, first
+        for s, (sequence, first, parents) in enumerate(_spans(rows)):
+            opened = sequence.open_state
+            opened.after, opened.kept, opened.run, opened.first = afters[s], self._kept, self._kept.run, first
+            local = [int(parent) - first if parent >= 0 else -1 for parent in parents]
+            self.tables.set(s, sequence.state, opened.after, first, local)
+
+    def fill_ahead(self, rows: Rows) -> tuple[CudaState, ...]:
+        """For a run behind the rows of plain decoding, which are under way: the states that it will leave.
+
+        Raises:
+            OutOfDeviceMemory: no room for them.
+        """
+        states = tuple(self._new_state() for _ in rows.sequences)
+        self.tables.begin()
+        self._kept.run += 1
+        for s, (sequence, state) in enumerate(zip(rows.sequences, states, strict=True)):
+            self.tables.set(s, sequence.open_state.after, state, s, [-1])
+        return states
+
+    def _new_state(self) -> CudaState:
+        return CudaState(self._memory.empty((self._delta.state_bytes // 4,), np.float32, tag="state"))
 
     def layer(self, layer: int, projected: Any, weights: DeltaWeights, batch: DeviceBatch) -> Any:
         """As `interface.HybridOps.delta_net`."""

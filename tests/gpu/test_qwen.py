@@ -129,6 +129,42 @@ def test_sequences_side_by_side_slots_and_pieces(hybrid: Engine) -> None:
         hybrid.close(sequence)
 
 
+def greedy(engine: Engine, sequence: Sequence, token: int, n: int) -> list[int]:
+    """The next n tokens, each the best behind the one before."""
+    found = []
+    for _ in range(n):
+        ids, finite = engine.forward(Rows.next_tokens([sequence], [token]), Kind.STEP).greedy()
+        engine.commit(sequence, [0])
+        assert finite[0]
+        token = int(ids[0])
+        found.append(token)
+    return found
+
+
+def test_foreseen_steps_leave_the_states_of_those_that_were_not(hybrid: Engine) -> None:
+    base, other = hybrid.open(), hybrid.open()
+    run(hybrid, base, some_ids(hybrid, 60, 1), 64, Kind.PROMPT)
+    run(hybrid, other, some_ids(hybrid, 5, 2), 64, Kind.PROMPT)
+    foreseen, plain = hybrid.fork(base), hybrid.fork(base)
+    tokens, token = greedy(hybrid, foreseen, 17, 30), 17
+    for expected in tokens:
+        assert greedy(hybrid, plain, token, 1) == [expected]
+        token = expected
+        hybrid.forward(Rows.next_tokens([other], [19]), Kind.STEP)  # keeps the runner from looking ahead
+        hybrid.drop(other)
+    # Another token than the best, then a tree, a snapshot and a restore, where one step was foreseen.
+    for then in ([23], some_ids(hybrid, 7, 3)):
+        assert decode(hybrid, foreseen, then) == decode(hybrid, plain, then)
+        hybrid.snapshot(0, foreseen)
+        restored = hybrid.restore(0)
+        expected_tokens = greedy(hybrid, plain, 29, 8)
+        assert greedy(hybrid, foreseen, 29, 8) == expected_tokens
+        assert greedy(hybrid, restored, 29, 8) == expected_tokens
+        hybrid.close(restored)
+    for sequence in (base, other, foreseen, plain):
+        hybrid.close(sequence)
+
+
 def test_a_state_goes_to_the_host_and_back(hybrid: Engine) -> None:
     store = hybrid.recurrence.store
     assert store is not None
