@@ -44,6 +44,9 @@ SINGLE_ROUNDS = 2
 _NARROW_BLOCKS, _WIDE_BLOCKS = 3, 2
 _NARROW_BLOCKS_256, _WIDE_BLOCKS_256 = 2, 1
 
+#: K/V types that have a narrow kernel of 256 numbers to themselves.
+_TYPES_256 = frozenset({"q8_0", "tq3_0"})
+
 #: Static shared memory and what the driver keeps for itself, bytes for each block.
 _SHARED_OVERHEAD = 2048
 
@@ -422,7 +425,10 @@ class CudaAttention:
         return self._find("_".join(filter(None, (what, kind, str(self.shape.head_dim)))))
 
     def attention_256(self, what: str) -> Kernel:
-        """narrow, wide, combine or prompt for heads of 256 numbers; all K/V types have the same."""
+        """narrow, wide, combine or prompt for heads of 256 numbers."""
+        if what == "narrow":
+            alike = self.shape.k_type == self.shape.v_type and self.shape.k_type in _TYPES_256
+            what = f"narrow_{self.shape.k_type if alike else 'any'}"
         return self._find(f"attention_256_{what}")
 
     def _heads(self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float) -> _Heads:

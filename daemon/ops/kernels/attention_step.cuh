@@ -20,6 +20,7 @@ constexpr int N_WARPS = TILE_THREADS<D> / WARP;
 constexpr int SPLIT_TILES = 8;
 constexpr int NARROW_ROWS = 16;  // rows of one mma
 constexpr int WIDE_ROWS = 128;   // one or two times 16 for each warp
+constexpr int ANY_TYPE = -1;
 template <int D>
 constexpr int PRODUCTS = WIDE_ROWS / NARROW_ROWS / N_WARPS<D>;  // mma rows of a warp in the wide kernel
 
@@ -336,14 +337,24 @@ DEVICE void store_weights(const Step& step, int row, int head, int part, float p
 
 // ----- work items
 
-// Asks for tile `tile` of an entry (counted from its first one).
+// Where a tile of an entry lies (counted from its first one); of rows that are gathered each has a place of its own.
+struct Pages {
+    u64 k, v;
+
+    DEVICE void find(const Step& step, const Entry& entry, int tile) {
+        if (tile >= entry.n_tiles || entry.kind == ENTRY_GATHERED) return;
+        k = step.heads.page_k[entry.first_page + entry.first_tile + tile];
+        v = step.heads.page_v[entry.first_page + entry.first_tile + tile];
+    }
+};
+
+// Asks for tile `tile` of an entry, which lies in `pages`, to come to `stage`.
 template <int D>
-DEVICE void request(const Step& step, const Layout<D>& at, const Entry& entry, int group, int tile, int k_row_bytes, int v_row_bytes) {
+DEVICE void request(const Step& step, const Layout<D>& at, const Entry& entry, int group, int tile, const Pages& pages, u8* stage, int k_row_bytes, int v_row_bytes) {
     const Heads& heads = step.heads;
     const int number = entry.first_tile + tile;
     const u64 k_offset = heads.k_layer + static_cast<u64>(group) * TILE * k_row_bytes;
     const u64 v_offset = heads.v_layer + static_cast<u64>(group) * TILE * v_row_bytes;
-    u8* stage = at.stages + tile % step.n_stages * at.stage;
     const int n_rows = entry.kind == ENTRY_SHARED ? TILE : min(TILE, step.positions[entry.first_row] + 1 - number * TILE);
     if (entry.kind == ENTRY_GATHERED) {
         const u8* ancestors = step.ancestors + entry.first_row * 64;
@@ -351,8 +362,8 @@ DEVICE void request(const Step& step, const Layout<D>& at, const Entry& entry, i
         gather_tile<D>(stage + at.raw_k, Path{heads.page_v + entry.first_page, ancestors, entry.committed}, number, v_offset, heads.v_type, v_row_bytes, n_rows);
         return;
     }
-    load_tile<D>(stage, reinterpret_cast<const u8*>(heads.page_k[entry.first_page + number] + k_offset), heads.k_type, k_row_bytes, n_rows);
-    load_tile<D>(stage + at.raw_k, reinterpret_cast<const u8*>(heads.page_v[entry.first_page + number] + v_offset), heads.v_type, v_row_bytes, n_rows);
+    load_tile<D>(stage, reinterpret_cast<const u8*>(pages.k + k_offset), heads.k_type, k_row_bytes, n_rows);
+    load_tile<D>(stage + at.raw_k, reinterpret_cast<const u8*>(pages.v + v_offset), heads.v_type, v_row_bytes, n_rows);
 }
 
 DEVICE void wait_for_stage(int n_stages) {
@@ -361,25 +372,33 @@ DEVICE void wait_for_stage(int n_stages) {
     else cp_async_wait<2>();
 }
 
-// Calls fold(keys, v, limit) with each tile of an entry, ascending; v is halves. RAW_K: quantised keys stay raw.
-template <int D, bool RAW_K, typename Fold>
+// Calls fold(keys, v, limit) with each tile of an entry, ascending; v is halves. RAW_K: quantised keys stay raw. EARLY:
+// the page of a tile is looked up one tile before it is asked for, where there are registers to hold it.
+template <int D, bool RAW_K, bool EARLY, typename Fold>
 DEVICE void for_each_tile(const Step& step, const Layout<D>& at, const Entry& entry, int group, int k_row_bytes, int v_row_bytes, Fold fold) {
     const int k_type = step.heads.k_type, v_type = step.heads.v_type;
     const bool raw_k = RAW_K && !is_16_bit(k_type);
     u8* unpacked_v = at.unpacked + (raw_k || is_16_bit(k_type) ? 0 : TILE * 2 * D);
+    Pages pages;
+    if (EARLY) pages.find(step, entry, step.n_stages - 1);
+    int slot = 0;
 #pragma unroll 1
     for (int tile = 0; tile < entry.n_tiles; ++tile) {
         wait_for_stage(step.n_stages);
         __syncthreads();
         const int next = tile + step.n_stages - 1;
-        if (next < entry.n_tiles) request<D>(step, at, entry, group, next, k_row_bytes, v_row_bytes);
+        if (!EARLY) pages.find(step, entry, next);
+        u8* free = at.stages + (slot == 0 ? step.n_stages - 1 : slot - 1) * at.stage;
+        if (next < entry.n_tiles) request<D>(step, at, entry, group, next, pages, free, k_row_bytes, v_row_bytes);
         cp_async_commit();
-        u8* stage = at.stages + tile % step.n_stages * at.stage;
+        if (EARLY) pages.find(step, entry, next + 1);
+        u8* stage = at.stages + slot * at.stage;
         const u8* k = raw_k ? stage : as_halves<D, D == 256>(stage, at.unpacked, k_type, k_row_bytes);
         const u8* v = as_halves<D>(stage + at.raw_k, unpacked_v, v_type, v_row_bytes);
         if (!raw_k && (k_type != KV_F16 || v_type != KV_F16)) __syncthreads();  // with raw keys fold does it, before it reads v
         const int limit = entry.kind == ENTRY_SHARED ? TILE - 1 : step.positions[entry.first_row] - (entry.first_tile + tile) * TILE;
         fold(Keys{k, k_type, k_row_bytes}, v, limit);
+        slot = slot + 1 == step.n_stages ? 0 : slot + 1;
     }
 }
 
@@ -398,7 +417,7 @@ DEVICE void run_narrow(const Step& step, const Layout<D>& at, const Entry& entry
     const float factor[2] = {at.factors[g], at.factors[g + 8]};
     Narrow<D> state;
     state.clear();
-    for_each_tile<D, D == 256>(step, at, entry, group, k_row_bytes, v_row_bytes, [&](const Keys& keys, const u8* v, int limit) { state.fold(at, queries, factor, keys, v, limit); });
+    for_each_tile<D, D == 256, true>(step, at, entry, group, k_row_bytes, v_row_bytes, [&](const Keys& keys, const u8* v, int limit) { state.fold(at, queries, factor, keys, v, limit); });
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int m = g + 8 * h;
@@ -432,7 +451,7 @@ DEVICE void run_wide(const Step& step, const Layout<D>& at, const Entry& entry, 
         for (int h = 0; h < 2; ++h) factor[m][h] = at.factors[16 * (warp + N_WARPS<D> * m) + g + 8 * h];
     Wide<D> state;
     state.clear();
-    for_each_tile<D, false>(step, at, entry, group, k_row_bytes, v_row_bytes, [&](const Keys& keys, const u8* v, int) {
+    for_each_tile<D, false, false>(step, at, entry, group, k_row_bytes, v_row_bytes, [&](const Keys& keys, const u8* v, int) {
         if (PRODUCTS<D> == 2 && warp + N_WARPS<D> < n_products) state.template fold<PRODUCTS<D>>(at, factor, keys.at, v);
         else if (warp < n_products) state.template fold<1>(at, factor, keys.at, v);
     });
@@ -449,10 +468,10 @@ DEVICE void run_wide(const Step& step, const Layout<D>& at, const Entry& entry, 
         }
 }
 
-// HALVES: K and V are f16, known when this is compiled: fewer registers and instructions in the loop.
-template <int D, bool WIDE, bool HALVES>
+// TYPE: of K and V, where it is known when this is compiled: fewer registers and instructions in the loop.
+template <int D, bool WIDE, int TYPE>
 DEVICE void attend(Step step) {
-    if (HALVES) step.heads.k_type = step.heads.v_type = KV_F16;
+    if (TYPE != ANY_TYPE) step.heads.k_type = step.heads.v_type = TYPE;
     extern __shared__ uint4 memory[];
     constexpr int MOST_ROWS = WIDE ? WIDE_ROWS : NARROW_ROWS;
     const Heads& heads = step.heads;
@@ -475,7 +494,11 @@ DEVICE void attend(Step step) {
             if (early == (pass == 0))
 #pragma unroll 1
                 for (int tile = 0; tile < step.n_stages - 1; ++tile) {
-                    if (tile < entry.n_tiles) request<D>(step, at, entry, group, tile, k_row_bytes, v_row_bytes);
+                    if (tile < entry.n_tiles) {
+                        Pages pages;
+                        pages.find(step, entry, tile);
+                        request<D>(step, at, entry, group, tile, pages, at.stages + tile * at.stage, k_row_bytes, v_row_bytes);
+                    }
                     cp_async_commit();
                 }
         }
