@@ -43,13 +43,20 @@ def _wrong_variable(error: click.BadParameter, option: click.Option) -> str:
     return f"{option.envvar} {value!r}: must be {wanted}" if wanted else f"{option.envvar}: {error.message}"
 
 
+#: How errors name what `-ctk` and `-ctv` choose.
+_PLANES = {"k_type": "K", "v_type": "V"}
+
+
 def naming_variable(error: ConfigError) -> ConfigError:
     """The error of a flag, with the variable in front when that was where the flag's value came from."""
     ctx = click.get_current_context()
     for option in ctx.command.params:
         if isinstance(option, click.Option) and _is_from_variable(ctx, option):
+            name = option.name or ""
             starts = [f"{spelling} " for spelling in option.opts]
-            if str(error).startswith((*starts, repr(ctx.params[option.name or ""]))):
+            if name in _PLANES:
+                starts.append(f"{_PLANES[name]} type {ctx.params[name]} ")
+            if str(error).startswith((*starts, repr(ctx.params[name]))):
                 return ConfigError(f"{option.envvar}: {error}")
     return error
 

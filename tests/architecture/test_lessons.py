@@ -136,13 +136,21 @@ GPU, GPU_MODEL = "gpu/test_daemon.py", "gpu/test_model.py"
 
 SCHEDULED, TIERS = "unit/daemon/test_recurrent_scheduler.py", "unit/daemon/test_recurrent_tiers.py"
 
-#: Those on models with recurrent layers.
+STORY = "test_field_reports_18_24_25_34"
+
+#: Those on models with recurrent layers. 55 is above: it is about pre-tokenizers, qwen's among them.
 RECURRENT_REPORTS = {
     16: "e2e/test_recurrent_client.py::test_field_report_16_slots_do_not_change_an_answer",
     18: f"{TIERS}::test_field_report_18_a_file_comes_back_after_a_restart",
     24: f"{TIERS}::test_out_and_back_bit_exact",
     25: f"{SCHEDULED}::test_field_report_25_a_shorter_shared_prefix_is_computed_again",
     34: f"{SCHEDULED}::test_field_report_34_three_identical_sends",
+}
+
+#: 18, 24, 25 and 34 once more, as a client of the daemon sees them.
+RECURRENT_STORY = {
+    "on the CPU": f"e2e/test_recurrent_daemon.py::{STORY}",
+    "on a GPU": f"gpu/test_qwen_sizes.py::{STORY}",
 }
 
 #: 48 asks for greedy decoding with speculation. Until that is there: a row of a tree is its path, bit by bit.
@@ -174,6 +182,7 @@ def functions_of(file: str) -> frozenset[str]:
         *FIXED.values(),
         *REPORTS.values(),
         *RECURRENT_REPORTS.values(),
+        *RECURRENT_STORY.values(),
         *CUDA_REPORTS.values(),
     ],
 )

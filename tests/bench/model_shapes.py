@@ -17,6 +17,20 @@ from tests.bench.random_blocks import FALLBACK
 
 Q4_K_M = "Q4_K_M"
 
+#: The mix of a third party's 27B file: hardly two matrices that are multiplied together are of one type.
+UNEVEN = "UNEVEN"
+_UNEVEN_TYPES = {
+    "token_embd": "Q4_K", "output": "Q6_K",
+    "attn_q": "Q4_K", "attn_k": "Q8_0", "attn_v": "Q8_0",
+    **dict.fromkeys(("attn_output", "attn_qkv", "attn_gate", "ssm_out"), "Q5_K"),
+    **dict.fromkeys(("ssm_alpha", "ssm_beta"), "F32"),
+    **dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), "IQ4_XS"),
+    "eh_proj": "Q8_0",
+}  # fmt: skip
+
+#: What a file's matrices can be of beside one type for all.
+MIXES = (Q4_K_M, UNEVEN)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
@@ -41,7 +55,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: sizes, and the type of its matrices (one of TYPES, or Q4_K_M for that mix)."""
+    """A model: sizes, and the type of its matrices (one of TYPES or of MIXES)."""
 
     n_layer: int
     n_embd: int
@@ -146,6 +160,15 @@ class TensorSpec:
 
 def tensors(shape: Shape) -> Iterator[TensorSpec]:
     """Every tensor of the file, in its order."""
+    for spec in _tensors(shape):
+        if shape.weight_type == UNEVEN and spec.std is not None:
+            kind = _UNEVEN_TYPES[spec.name.split(".")[-2]]
+            yield dataclasses.replace(spec, kind=_fitting(kind, spec.shape[-1]))
+        else:
+            yield spec
+
+
+def _tensors(shape: Shape) -> Iterator[TensorSpec]:
     output = "Q6_K" if shape.weight_type == Q4_K_M else shape.weight_type
     embedding = shape.embedding_type or (output if shape.tied else _base(shape))
     # A tied embedding is the output matrix too, so it is scaled as that one; its rows are normed anyway.
@@ -163,8 +186,11 @@ def _base(shape: Shape) -> str:
 
 
 def _matrix(name: str, n_out: int, n_in: int, kind: str, scale: float = 1.0) -> TensorSpec:
-    kind = FALLBACK.get(kind, kind) if n_in % 256 else kind
-    return TensorSpec(name + ".weight", (n_out, n_in), kind, scale / math.sqrt(n_in))
+    return TensorSpec(name + ".weight", (n_out, n_in), _fitting(kind, n_in), scale / math.sqrt(n_in))
+
+
+def _fitting(kind: str, n_in: int) -> str:
+    return FALLBACK.get(kind, kind) if n_in % 256 else kind
 
 
 def _layer(shape: Shape, layer: int) -> Iterator[TensorSpec]:

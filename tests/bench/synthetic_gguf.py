@@ -28,13 +28,16 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.bench.model_shapes import PRESETS, Q4_K_M, Shape, TensorSpec, cut_down, keys, tensors
+from tests.bench.model_shapes import MIXES, PRESETS, Shape, TensorSpec, cut_down, keys, tensors
 from tests.bench.random_blocks import TYPES, random_rows
 from tests.fakes.qwen_templates import QWEN3, QWEN35
 from tests.fakes.tiny_gguf import CHATML, add_key, tokenizer_keys
 
 #: Tokens with a text of their own; the others are fillers.
 N_REAL_TOKENS = 32_768
+
+#: Tensors begin at multiples of so many bytes.
+_ALIGNMENT = 32
 
 _USER_DEFINED_TOKEN, _UNUSED_TOKEN = 4, 5
 _THOUGHT_TAGS = ["<think>", "</think>"]
@@ -59,14 +62,43 @@ def write_synthetic(path: Path, shape: Shape, seed: int = 0, outlier: int | None
     """
     if outlier is not None and not 0 <= outlier < shape.n_embd:
         raise ValueError(f"outlier channel {outlier}: the model has {shape.n_embd} channels")
+    writer, specs = _write_header(path, shape, seed)
+    for values in _in_order([lambda t=tensor: _values(t, seed, outlier) for tensor in specs]):
+        writer.write_tensor_data(values)
+    writer.close()
+    return path
+
+
+def write_hollow(path: Path, shape: Shape) -> Path:
+    """A model file of full size whose matrices are holes, which take no room on the disk. Returns `path`."""
+    writer, specs = _write_header(path, shape, seed=0)
+    writer.close()
+    start = path.stat().st_size
+    with path.open("r+b") as file:
+        for spec in specs:
+            start = -(-start // _ALIGNMENT) * _ALIGNMENT
+            if spec.std is None:
+                file.seek(start)
+                file.write(_values(spec, 0, None).tobytes())
+            start += math.prod(spec.shape[:-1]) * _row_bytes(spec)
+        file.truncate(start)
+    return path
+
+
+def _row_bytes(tensor: TensorSpec) -> int:
+    elements, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
+    return tensor.shape[-1] // elements * n_bytes
+
+
+def _write_header(path: Path, shape: Shape, seed: int) -> tuple[gguf.GGUFWriter, list[TensorSpec]]:
+    """Everything in front of the data of the tensors, which come in the order of the list."""
     specs = list(tensors(shape))
     writer = gguf.GGUFWriter(path, shape.arch)
     for key, value in _keys(shape, seed).items():
         add_key(writer, key, value)
     for tensor in specs:
         kind = gguf.GGMLQuantizationType[tensor.kind]
-        elements, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-        row = tensor.shape[-1] // elements * n_bytes
+        row = _row_bytes(tensor)
         size = math.prod(tensor.shape[:-1]) * row
         if tensor.kind in ("F32", "F16"):
             dtype = np.dtype(np.float32 if tensor.kind == "F32" else np.float16)
@@ -77,10 +109,7 @@ def write_synthetic(path: Path, shape: Shape, seed: int = 0, outlier: int | None
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for values in _in_order([lambda t=tensor: _values(t, seed, outlier) for tensor in specs]):
-        writer.write_tensor_data(values)
-    writer.close()
-    return path
+    return writer, specs
 
 
 def _in_order(jobs: list[Callable[[], npt.NDArray[Any]]]) -> Iterator[npt.NDArray[Any]]:
@@ -154,7 +183,7 @@ def _keys(shape: Shape, seed: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.synthetic_gguf", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--type", choices=[*TYPES, Q4_K_M], help="another type for the matrices")
+    parser.add_argument("--type", choices=[*TYPES, *MIXES], help="another type for the matrices")
     parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--width", type=int, help="a smaller hidden width, with fewer heads")
     parser.add_argument("--vocab", type=int, help="another number of tokens")

@@ -12,9 +12,11 @@ import pytest
 
 from slotd.client import Client
 from slotd.protocol.messages import Done
+from tests.fakes.changed_gguf import write_changed
 from tests.fakes.qwen_templates import QWEN35
 from tests.fakes.tiny_gguf import write_tiny_llama
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "qwen35-mtp.gguf"
 USER = [{"role": "user", "content": "What is there to think about? Say it in one word."}]
 
 
@@ -24,8 +26,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_ctx=512, chat_template=QWEN35)
 
 
-def test_a_budget_is_the_same_as_closing_by_hand_and_computes_nothing_twice(model: Path) -> None:
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with recurrent layers, whose state cannot be taken back."""
+    keys = {"tokenizer.chat_template": QWEN35, "qwen35.context_length": 512}
+    return write_changed(tmp_path_factory.mktemp("model") / "m.gguf", GOLDEN, metadata=keys)
+
+
+@pytest.mark.parametrize("name", ["model", "recurrent"])
+def test_a_budget_is_the_same_as_closing_by_hand_and_computes_nothing_twice(
+    request: pytest.FixtureRequest, name: str
+) -> None:
     """At temperature 0 and at others, with the seed that Completion names and the one after it."""
+    model: Path = request.getfixturevalue(name)
     with Client(model, daemon_args=["--exact"]) as client:
         dones: list[Done] = []
         client.register_event_callback(Done, dones.append)

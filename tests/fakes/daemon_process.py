@@ -193,10 +193,11 @@ class DaemonProcess:
         return int(struct.unpack("<i", data)[0])
 
     def generate(
-        self, ids: list[int], n_gen: int, fields: str = "", request_id: str = "t"
+        self, ids: list[int], n_gen: int, fields: str = "", request_id: str = "t", *, slot: int | None = None
     ) -> tuple[list[int], Done]:
-        """An id'd prompt to its end: its ids and its terminal event."""
-        self.send(f"- {n_gen} ids={','.join(map(str, ids))} id={request_id} {fields}".rstrip())
+        """An id'd prompt to its end: its ids and its terminal event. slot: that it is to start from."""
+        restore = "" if slot is None else f"RESTORE {slot} "
+        self.send(f"{restore}- {n_gen} ids={','.join(map(str, ids))} id={request_id} {fields}".rstrip())
         produced: list[int] = []
 
         def collect(event: Event) -> bool:

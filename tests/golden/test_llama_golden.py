@@ -51,6 +51,25 @@ def test_logits(engine: Engine, golden: dict[str, npt.NDArray[Any]], piece: int,
     assert (logits.argmax(axis=1) == golden["logits"].argmax(axis=1)).all()
 
 
+def test_restored_at_every_cut(engine: Engine, golden: dict[str, npt.NDArray[Any]]) -> None:
+    """The slot of each length was taken on the way; what it continues with is the golden rest."""
+    ids = golden["input_ids"].tolist()
+    source = engine.open()
+    for cut in range(1, len(ids)):
+        rows = Rows.chain(source, ids[cut - 1 : cut])
+        logits = engine.forward(rows, Kind.STEP).logits
+        engine.commit(source, [0])
+        engine.snapshot(0, source, logits[-1])
+        restored = engine.restore(0)
+        few = ids[cut : cut + 2 if cut % 50 else len(ids)]
+        found = engine.forward(Rows.chain(restored, few, logits="all"), Kind.PROMPT).logits
+        engine.close(restored)
+        expected = golden["logits"][cut : cut + len(few)]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+        assert (found.argmax(axis=1) == expected.argmax(axis=1)).all()
+    engine.close(source)
+
+
 def test_greedy(engine: Engine, golden: dict[str, npt.NDArray[Any]]) -> None:
     sequence = engine.open()
     tokens: list[int] = []

@@ -23,7 +23,7 @@ from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
 from tests.fakes.row_calls import FEW, TOKENS, Logits, filled, root_path, run, trees
 
-MODEL = Path(__file__).parents[1] / "golden" / "data" / "qwen35-mtp.gguf"
+DATA = Path(__file__).parents[1] / "golden" / "data"
 cuts = st.one_of(st.integers(1, 149), st.sampled_from([1, 63, 64, 65, 127, 128, 149]))
 
 
@@ -54,10 +54,15 @@ def state_of(sequence: Sequence) -> Logits:
     return flat
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["default", "exact"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen35-mtp", False), ("qwen35-mtp", True), ("qwen35", True)],
+    ids=["default", "exact", "more-value-heads-exact"],
+)
 def rig(request: pytest.FixtureRequest) -> Rig:
-    with open_model(MODEL) as file:
-        return Rig(Engine(file, NumpyBackend(exact=request.param)), request.param)
+    name, exact = request.param
+    with open_model(DATA / f"{name}.gguf") as file:
+        return Rig(Engine(file, NumpyBackend(exact=exact)), exact)
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,10 @@ import pytest
 
 from slotd.client.chat_template import ChatTemplate
 from slotd.client.tokenizer import Tokenizer
-from slotd.daemon.engine import Engine
-from slotd.daemon.models.registry import MODELS
-from slotd.daemon.numpy_backend import NumpyBackend
-from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.block_types import block_type
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.gguf_header import Header, parse_header
-from tests.bench.model_shapes import PRESETS, Q4_K_M, Shape, cut_down, tensors
+from tests.bench.model_shapes import PRESETS, Q4_K_M, UNEVEN, Shape, cut_down, tensors
 from tests.bench.synthetic_gguf import write_synthetic
 
 QWEN = [name for name in PRESETS if name.startswith("qwen")]
@@ -253,20 +249,19 @@ def test_the_tokenizer_thinks(tmp_path: Path) -> None:
     assert template.render([{"role": "user", "content": "a"}], enable_thinking=False).endswith("</think>\n\n")
 
 
+def test_a_file_whose_parts_are_of_other_types_each(tmp_path: Path) -> None:
+    file = Written(tmp_path, small("qwen35-27b", weight_type=UNEVEN, n_layer=4, n_mtp=1))
+    first = {name.removeprefix("blk.0."): kind for name, kind in file.kinds.items()}
+    assert (first["attn_qkv.weight"], first["attn_gate.weight"], first["ssm_out.weight"]) == ("Q5_K",) * 3
+    assert first["ssm_alpha.weight"] == first["ssm_beta.weight"] == "F32"
+    attention = [file.kinds[f"blk.3.attn_{part}.weight"] for part in ("q", "k", "v", "output")]
+    assert attention == ["Q4_K", "Q8_0", "Q8_0", "Q5_K"]
+    assert {file.kinds[f"blk.4.ffn_{part}.weight"] for part in ("gate", "up", "down")} == {"IQ4_XS"}
+    assert (file.kinds["output.weight"], file.kinds["token_embd.weight"]) == ("Q6_K", "Q4_K")
+
+
 def test_a_published_shape_in_another_type(tmp_path: Path) -> None:
     for weight_type, kind in (("BF16", "BF16"), (Q4_K_M, "Q4_K")):
         shape = small("qwen35-0.8b", weight_type=weight_type, n_layer=4)
         file = Written(tmp_path, shape)
         assert file.kinds["blk.0.attn_gate.weight"] == file.kinds["blk.0.ssm_alpha.weight"] == kind
-
-
-@pytest.mark.parametrize("name", [name for name in QWEN if PRESETS[name].arch in MODELS])
-def test_a_small_model_of_each_shape_runs(tmp_path: Path, name: str) -> None:
-    """In K/V types that all of their heads can have; the blocks for further tokens are left out."""
-    mtp = 1 if PRESETS[name].arch == "qwen35" else 0
-    with open_model(write_synthetic(tmp_path / "m.gguf", small(name, n_mtp=mtp), seed=1)) as file:
-        engine = Engine(file, NumpyBackend(), k_type="tq3_0", v_type="tq3_0")
-    ids = np.random.default_rng(0).integers(3, 500, 80).tolist()
-    logits = engine.forward(Rows.chain(engine.open(), ids), Kind.PROMPT).logits[0]
-    assert np.isfinite(logits).all()
-    assert 1 < logits.std() < 4

@@ -16,8 +16,9 @@ from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.block_types import block_type, dequantise_blocks
 from slotd.daemon.weights.reader import open_model
+from tests.bench.model_shapes import PRESETS, Q4_K_M, Shape
 from tests.bench.random_blocks import TYPES, random_rows
-from tests.bench.synthetic_gguf import PRESETS, Q4_K_M, Shape, write_synthetic
+from tests.bench.synthetic_gguf import write_synthetic
 
 TINY = PRESETS["tiny"]
 

@@ -318,6 +318,7 @@ def test_inspect_takes_the_settings_that_the_daemon_takes(
             assert (option.envvar, option.type.name) == (twin.envvar, twin.type.name), option.name
             shared += option.envvar is not None
     assert shared == 4
+    monkeypatch.setenv("SLOTD_DEVICE", "cpu")
     monkeypatch.setenv("SLOTD_MAX_CTX", "100")
     monkeypatch.setenv("SLOTD_CACHE_TYPE_K", "f16")
     monkeypatch.setenv("SLOTD_MEMORY_LIMIT", "1g")
@@ -329,6 +330,8 @@ def test_inspect_takes_the_settings_that_the_daemon_takes(
     )
     for name, value, said in (
         ("SLOTD_MAX_CTX", "1", "SLOTD_MAX_CTX: --max-ctx 1: must be 2 to 16777216"),
+        ("SLOTD_CACHE_TYPE_V", "q3", "SLOTD_CACHE_TYPE_V: 'q3' is not a K/V type"),
+        ("SLOTD_CACHE_TYPE_V", "tq3_0", "SLOTD_CACHE_TYPE_V: V type tq3_0 needs heads of a multiple of 128"),
         ("SLOTD_MEMORY_LIMIT", "x", "SLOTD_MEMORY_LIMIT: --memory-limit 'x': must be a size"),
     ):
         monkeypatch.setenv(name, value)

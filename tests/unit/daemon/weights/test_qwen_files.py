@@ -92,6 +92,18 @@ def test_such_a_block_may_be_of_any_type_and_has_known_tensors(tmp_path: Path) -
         pass
 
 
+def test_tensors_of_such_a_block_that_not_every_file_has(tmp_path: Path) -> None:
+    """An embedding and an output of its own; and no norm in front of the output, for which the model's is."""
+    rng = np.random.default_rng(0)
+    tensors: dict[str, Any] = {
+        f"blk.4.nextn.{name}.weight": rng.standard_normal((320, 64), dtype=np.float32)
+        for name in ("embed_tokens", "shared_head_head")
+    }
+    tensors["blk.4.nextn.shared_head_norm.weight"] = None
+    found = inspect_file(write_changed(tmp_path / "m.gguf", MTP, tensors=tensors), numpy_need)
+    assert (found.runnable, found.left_out) == (True, 16)
+
+
 def test_layers_by_name_or_by_interval(tmp_path: Path) -> None:
     """The list of newer converters goes before the interval, and includes the blocks that are left out."""
     keys = {
