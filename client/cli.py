@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from slotd.client import passthrough
 from slotd.client.failure import EXIT_FAILED, exit_code, explain
 from slotd.client.flags import (
     CACHE_FLAGS,
@@ -173,8 +174,6 @@ _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def daemon(args: tuple[str, ...]) -> None:
     """Run the daemon on stdin and stdout."""
-    from slotd.client import passthrough
-
     passthrough.run_daemon(list(args))
 
 
@@ -182,9 +181,14 @@ def daemon(args: tuple[str, ...]) -> None:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def inspect(args: tuple[str, ...]) -> None:
     """Say what a GGUF file is and needs."""
-    from slotd.client import passthrough
-
     passthrough.run_inspect(list(args))
+
+
+@slotd.command(cls=Command, context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def convert_draft(args: tuple[str, ...]) -> None:
+    """Convert a draft's checkpoint (safetensors) to GGUF."""
+    passthrough.run("convert-draft", list(args))
 
 
 @slotd.command(cls=Command)

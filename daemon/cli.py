@@ -51,7 +51,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 @click.group(cls=Group, context_settings=CONTEXT)
 def main() -> None:
-    """The slotd engine process. `slotd daemon` and `slotd inspect` end up here."""
+    """The slotd engine process. `slotd daemon`, `inspect` and `convert-draft` end up here."""
 
 
 @main.command(cls=Command, context_settings=CONTEXT)
@@ -395,6 +395,35 @@ def _inspect(file: str, as_json: bool, flags: dict[str, Any]) -> int:
         raise naming_variable(error) from error
     click.echo(report.to_json() if as_json else report.to_text())
     return 0 if report.runnable else EXIT_MODEL
+
+
+@main.command(cls=Command, context_settings=CONTEXT)
+@click.argument("source", type=click.Path(path_type=Path), metavar="IN")
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), metavar="OUT.gguf",
+    help="The file to write; one that is there is replaced when the new one is whole.",
+)  # fmt: skip
+@click.option(
+    "--type", "matrices", default="q8_0", show_default=True, metavar="TYPE",
+    help="How matrices are stored: q8_0 or f16. Tables are f16 in either case, vectors f32.",
+)  # fmt: skip
+@click.option("-v", "--verbose", count=True, help="Where a failure came from.")
+def convert_draft(source: Path, out: Path, matrices: str, verbose: int) -> None:
+    """Convert a checkpoint of a DFlash, DFlash2 or DSpark draft (safetensors) to GGUF.
+
+    IN is a folder with config.json and .safetensors files, or one such file with config.json beside it.
+    """
+    setup_logging(verbose)
+    _run(lambda: _convert_draft(source, out, matrices), verbose)
+
+
+def _convert_draft(source: Path, out: Path, matrices: str) -> int:
+    from slotd.daemon.weights import convert_draft as conversion
+
+    done = conversion.convert_draft(source, out, matrices)
+    numbers = f"{done.tensors} tensors, {done.parameters:,} parameters, {done.bytes:,} bytes"
+    click.echo(f"{out}: {done.kind} draft, {numbers}")
+    return 0
 
 
 def _run(work: Callable[[], int], verbosity: int) -> None:

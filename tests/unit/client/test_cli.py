@@ -26,7 +26,8 @@ from slotd.protocol.errors import (
 from slotd.protocol.version import __version__
 from tests.fakes.fake_client import FakeClient
 
-COMMANDS = {"daemon", "inspect", "chat", "generate", "batch", "doctor", "bench", "fetch", "top", "try"}
+PASSED_ON = {"daemon", "inspect", "convert-draft"}  # -h too
+COMMANDS = PASSED_ON | {"chat", "generate", "batch", "doctor", "bench", "fetch", "top", "try"}
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_the_commands_are_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-@pytest.mark.parametrize("command", ["", *sorted(COMMANDS - {"daemon", "inspect"})])
+@pytest.mark.parametrize("command", ["", *sorted(COMMANDS - PASSED_ON)])
 def test_help(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command.split(), flag) == 0
     assert capsys.readouterr().out.startswith("Usage: slotd")
@@ -86,8 +87,7 @@ def test_every_shared_flag_is_in_the_help_under_its_section(capsys: pytest.Captu
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"slotd {__version__}, protocol 2, CuPy ")
+    assert capsys.readouterr().out.startswith(f"slotd {__version__}, protocol 2, CuPy ")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from slotd.client import fetch, passthrough
+from slotd.client import cli, fetch, passthrough
 
 
 @pytest.fixture
@@ -80,6 +80,11 @@ def test_inspect_without_a_file_takes_the_model_that_the_commands_use(
     monkeypatch.setattr(fetch, "resolve_model", lambda explicit, *, fetch: tmp_path / "m.gguf")
     passthrough.run_inspect(list(args))
     assert executed == [[*INSPECT, str(tmp_path / "m.gguf"), *args]]
+
+
+def test_convert_draft(executed: list[list[str]]) -> None:
+    assert cli.run(["convert-draft", "folder", "-o", "x.gguf", "-h"]) == 0
+    assert executed == [[*DAEMON[:-1], "convert-draft", "folder", "-o", "x.gguf", "-h"]]
 
 
 def test_every_flag_of_inspect_that_takes_a_value_is_known() -> None:

@@ -17,6 +17,7 @@ from slotd.daemon import cli
 from slotd.daemon.cli import INACTIVE_FLAGS, collect_inactive, make_config, split_arguments
 from slotd.daemon.config import Config
 from slotd.protocol.errors import ConfigError
+from tests.fakes.draft_checkpoint import write_checkpoint
 
 FLAGS: dict[str, Any] = {
     "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
@@ -261,7 +262,7 @@ def test_one_shot_gives_its_own_exit_code(configs: list[Any]) -> None:
     [
         ("daemon",), ("daemon", "m", "--slots", "x"), ("daemon", "m", "--slots", "65"),
         ("daemon", "--no-flag"), ("daemon", "a", "b", "c"), ("daemon", "m", "--ddtree-budget", "0"),
-        ("no-command",), ("inspect",),
+        ("no-command",), ("inspect",), ("convert-draft", "x"), ("convert-draft", "-o", "x"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_exit_code_2(argv: tuple[str, ...]) -> None:
@@ -340,3 +341,18 @@ def test_inspect_takes_the_settings_that_the_daemon_takes(
             assert refused.exit_code == 2
             assert refused.stderr.startswith(f"slotd: {said}")
         monkeypatch.delenv(name)
+
+
+def test_convert_draft_writes_a_file_or_says_why_not(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint")
+    out = tmp_path / "draft.gguf"
+    done = invoke("convert-draft", str(tmp_path / "checkpoint"), "-o", str(out), "--type", "f16")
+    assert (done.exit_code, done.stderr) == (0, "")
+    size = f"{out.stat().st_size:,} bytes"
+    assert done.stdout == f"{out}: DFlash draft, 25 tensors, 98,816 parameters, {size}\n"
+    missing = invoke("convert-draft", str(tmp_path), "-o", str(out))
+    assert (missing.exit_code, missing.stdout) == (3, "")
+    assert missing.stderr == f"slotd: {tmp_path}: no .safetensors file in this folder\n"
+    wrong = invoke("convert-draft", str(tmp_path / "checkpoint"), "-o", str(out), "--type", "q4_0")
+    assert wrong.exit_code == 2
+    assert "--type q4_0" in wrong.stderr
