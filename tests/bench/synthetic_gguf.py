@@ -1,6 +1,7 @@
 """Seeded random models of any published shape and weight type, as fast as the disk takes them.
 
     python -m tests.bench.synthetic_gguf --preset qwen35-27b --seed 0 OUT.gguf
+    python -m tests.bench.synthetic_gguf --preset qwen35-27b-draft --seed 0 DRAFT.gguf
     python -m tests.bench.synthetic_gguf --preset qwen35-27b --layers 4 --width 256 --vocab 512 SMALL.gguf
 
 Speed does not depend on what the weights say, so benchmarks run on these, and tests of exactness need no more
@@ -28,6 +29,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from tests.bench.draft_shapes import ARCH as DRAFT_ARCH
+from tests.bench.draft_shapes import DRAFTS, DraftShape, draft_keys, draft_tensors
 from tests.bench.model_shapes import MIXES, PRESETS, Shape, TensorSpec, cut_down, keys, tensors
 from tests.bench.random_blocks import TYPES, random_rows
 from tests.fakes.qwen_templates import QWEN3, QWEN35
@@ -62,17 +65,24 @@ def write_synthetic(path: Path, shape: Shape, seed: int = 0, outlier: int | None
     """
     if outlier is not None and not 0 <= outlier < shape.n_embd:
         raise ValueError(f"outlier channel {outlier}: the model has {shape.n_embd} channels")
-    writer, specs = _write_header(path, shape, seed)
-    for values in _in_order([lambda t=tensor: _values(t, seed, outlier) for tensor in specs]):
-        writer.write_tensor_data(values)
-    writer.close()
-    return path
+    return _write(path, shape.arch, _keys(shape, seed), list(tensors(shape)), seed, outlier)
+
+
+def write_synthetic_draft(path: Path, shape: DraftShape, seed: int = 0) -> Path:
+    """Write a draft; the same shape and seed give the same file. It has no idea of its target's text.
+
+    Returns:
+        `path`.
+    """
+    name = f"Synthetic draft {shape.weight_type} {shape.n_layer}x{shape.n_embd} seed {seed}"
+    found = {"general.name": name, "general.quantization_version": 2, **draft_keys(shape)}
+    return _write(path, DRAFT_ARCH, found, list(draft_tensors(shape)), seed, None)
 
 
 def write_hollow(path: Path, shape: Shape) -> Path:
     """A model file of full size whose matrices are holes, which take no room on the disk. Returns `path`."""
-    writer, specs = _write_header(path, shape, seed=0)
-    writer.close()
+    specs = list(tensors(shape))
+    _write_header(path, shape.arch, _keys(shape, 0), specs).close()
     start = path.stat().st_size
     with path.open("r+b") as file:
         for spec in specs:
@@ -90,11 +100,22 @@ def _row_bytes(tensor: TensorSpec) -> int:
     return tensor.shape[-1] // elements * n_bytes
 
 
-def _write_header(path: Path, shape: Shape, seed: int) -> tuple[gguf.GGUFWriter, list[TensorSpec]]:
+def _write(
+    path: Path, arch: str, found: Mapping[str, Any], specs: list[TensorSpec], seed: int, outlier: int | None
+) -> Path:
+    writer = _write_header(path, arch, found, specs)
+    for values in _in_order([lambda t=tensor: _values(t, seed, outlier) for tensor in specs]):
+        writer.write_tensor_data(values)
+    writer.close()
+    return path
+
+
+def _write_header(
+    path: Path, arch: str, found: Mapping[str, Any], specs: list[TensorSpec]
+) -> gguf.GGUFWriter:
     """Everything in front of the data of the tensors, which come in the order of the list."""
-    specs = list(tensors(shape))
-    writer = gguf.GGUFWriter(path, shape.arch)
-    for key, value in _keys(shape, seed).items():
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in found.items():
         add_key(writer, key, value)
     for tensor in specs:
         kind = gguf.GGMLQuantizationType[tensor.kind]
@@ -109,7 +130,7 @@ def _write_header(path: Path, shape: Shape, seed: int) -> tuple[gguf.GGUFWriter,
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    return writer, specs
+    return writer
 
 
 def _in_order(jobs: list[Callable[[], npt.NDArray[Any]]]) -> Iterator[npt.NDArray[Any]]:
@@ -182,7 +203,7 @@ def _keys(shape: Shape, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.synthetic_gguf", description=__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
+    parser.add_argument("--preset", choices=[*PRESETS, *DRAFTS], default="tiny")
     parser.add_argument("--type", choices=[*TYPES, *MIXES], help="another type for the matrices")
     parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--width", type=int, help="a smaller hidden width, with fewer heads")
@@ -196,18 +217,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     chosen = parser.parse_args()
+    began = time.perf_counter()
+    if chosen.preset in DRAFTS:
+        draft = DRAFTS[chosen.preset]
+        write_synthetic_draft(
+            chosen.out, dataclasses.replace(draft, weight_type=chosen.type or draft.weight_type), chosen.seed
+        )
+        return _told(chosen.out, began)
     shape = PRESETS[chosen.preset]
     if chosen.type:
         shape = dataclasses.replace(shape, weight_type=chosen.type, embedding_type=None)
     shape = cut_down(shape, layers=chosen.layers, width=chosen.width, vocab=chosen.vocab)
     shape = dataclasses.replace(shape, n_mtp=chosen.mtp)
-    began = time.perf_counter()
     try:
         write_synthetic(chosen.out, shape, chosen.seed, chosen.outlier)
     except ValueError as error:
         parser.error(str(error))
-    size = chosen.out.stat().st_size
-    print(f"{chosen.out}: {size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s")
+    return _told(chosen.out, began)
+
+
+def _told(path: Path, began: float) -> int:
+    print(f"{path}: {path.stat().st_size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s")
     return 0
 
 

@@ -156,11 +156,14 @@ def tokenizer_keys(n_vocab: int, pre: str = "smollm") -> dict[str, Any]:
 def write_gguf(
     path: Path,
     keys: Mapping[str, Any],
-    tensors: Mapping[str, npt.NDArray[np.float32] | None],
+    tensors: Mapping[str, npt.NDArray[Any] | None],
     weight_type: str = "F32",
     weight_types: Mapping[str, str] | None = None,
 ) -> None:
-    """Write any GGUF file; None values are left out. Integers become uint32 (int32 below 0)."""
+    """Write any GGUF file; None values are left out. Integers become uint32 (int32 below 0).
+
+    Tensors of integers stay what they are.
+    """
     writer = gguf.GGUFWriter(path, str(keys.get("general.architecture") or "none"))
     if keys.get("general.architecture") is None:
         writer.kv_data[0].pop("general.architecture")
@@ -169,6 +172,9 @@ def write_gguf(
             add_key(writer, key, value)
     for name, weights in tensors.items():
         if weights is not None:
+            if weights.dtype.kind == "i":
+                writer.add_tensor(name, weights)
+                continue
             kind = (weight_types or {}).get(name, weight_type if weights.ndim > 1 else "F32")
             _add_tensor(writer, name, weights, gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
