@@ -22,6 +22,9 @@ WARP = 32
 #: Most warps of a block, and most segments of a warp; of rows that are taken as they are.
 MOST_WARPS, MOST_ROUNDS, MOST_ROUNDS_TAKEN = 32, 3, 4
 
+#: Most numbers of rows that are taken as they are.
+MOST_TAKEN = TILE_COLUMNS * MOST_WARPS * MOST_ROUNDS_TAKEN
+
 
 @dataclass(frozen=True, slots=True)
 class Picked:
