@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from slotd.daemon.backend import DraftRunner, Logits, Runner
+from slotd.daemon.backend import Logits, Runner
+from slotd.daemon.cuda_draft import CudaDraft, check_draft
 from slotd.daemon.cuda_runner import CudaRunner
 from slotd.daemon.kv.cuda_recurrent_store import CudaRecurrentStore
 from slotd.daemon.kv.cuda_store import CudaPageStore
@@ -15,6 +16,7 @@ from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.memory.cuda_device import describe
 from slotd.daemon.memory.cuda_memory import CudaMemory
+from slotd.daemon.models.dflash import DFlash
 from slotd.daemon.models.registry import load_model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceLimits
 from slotd.daemon.ops.cuda_attention_shape import AttentionShape
@@ -22,11 +24,12 @@ from slotd.daemon.ops.cuda_delta import CudaDelta
 from slotd.daemon.ops.cuda_graphs import Stream, device_properties
 from slotd.daemon.ops.cuda_ops import CudaOps
 from slotd.daemon.ops.cuda_pages import CudaPages
+from slotd.daemon.ops.cuda_taps import CudaFeatures
 from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.weights.architectures import HyperParameters
-from slotd.daemon.weights.draft_file import DraftFile, DraftParameters
+from slotd.daemon.weights.draft_file import DraftFile, DraftParameters, target_layers
 from slotd.daemon.weights.reader import ModelFile
-from slotd.protocol.errors import ModelError
+from slotd.protocol.errors import ConfigError, ModelError
 
 #: Seconds after which a thread of Python makes way for another: a busy one beside it must not hold up a step.
 SWITCH_INTERVAL = 1e-4
@@ -84,10 +87,30 @@ class CudaBackend:
         )
 
     def draft_store(self, draft: DraftParameters) -> CudaPageStore:
-        raise ModelError("a draft is not supported on a CUDA device in this version (--device cpu runs it)")
+        d, kv = draft, self.kv_type
+        try:
+            shape = AttentionShape(d.n_head, d.n_head_kv, d.head_dim, d.value_dim, kv, kv)
+            self._draft_attention = CudaAttention(shape, DeviceLimits.of(self._properties))
+        except ConfigError as error:
+            raise ModelError(f"the draft: {error}") from None
+        copies = partial(CudaPages, stream=self.stream)
+        return CudaPageStore(copies, self.memory, KvShape.of_draft(draft, kv), tag="draft")
 
-    def load_draft(self, file: DraftFile, target: Runner, store: PageStorage, max_ctx: int) -> DraftRunner:
-        raise ModelError("a draft is not supported on a CUDA device in this version (--device cpu runs it)")
+    def load_draft(self, file: DraftFile, target: Runner, store: PageStorage, max_ctx: int) -> CudaDraft:
+        assert isinstance(target, CudaRunner)
+        assert isinstance(store, CudaPageStore)
+        hyper, d = target.model.hyper, file.parameters
+        check_draft(file, hyper.n_vocab)
+        self.stream.use()
+        try:
+            model = DFlash(file, self.ops, target.model, max_ctx)
+        finally:
+            self.ops.loaded()
+        features = CudaFeatures(self.memory, target_layers(d, hyper.n_layer), hyper.n_embd)
+        target.keep_features(features)
+        return CudaDraft(
+            model, self.ops, self._draft_attention, store, self.memory, self.stream, max_ctx, features
+        )
 
     def keep_logits(self, logits: Logits) -> Logits:
         return logits.copy()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.backend import Logits, Outputs
 from slotd.daemon.candidates import Candidates, View
+from slotd.daemon.cuda_errors import errors_that_stick
 from slotd.daemon.cuda_steps import CudaSteps, tokens_of
 from slotd.daemon.kv.cuda_store import CudaPageStore
-from slotd.daemon.memory import DeviceLost, OutOfDeviceMemory
+from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.model import Interrupt, Interrupted, Model
 from slotd.daemon.ops.cuda_attention import CudaAttention, DeviceBatch
@@ -26,6 +25,7 @@ from slotd.daemon.ops.cuda_greedy import greedy
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
 from slotd.daemon.ops.cuda_recurrent import PromptRecurrence
 from slotd.daemon.ops.cuda_sample import SampleLayout, can_be_looked_at, pack, sample, unpack
+from slotd.daemon.ops.cuda_taps import CudaFeatures
 from slotd.daemon.rows import Rows
 
 
@@ -120,30 +120,6 @@ class _Prompt:
     call: CudaCall
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _errors_that_stick(
-    method: Callable[Concatenate[CudaRunner, P], T],
-) -> Callable[Concatenate[CudaRunner, P], T]:
-    """A failure after which the context is gone is DeviceLost, whatever it said."""
-
-    @wraps(method)
-    def guarded(runner: CudaRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(runner, *args, **kwargs)
-        except (OutOfDeviceMemory, Interrupted):
-            raise
-        except Exception as error:
-            if not runner.device_is_broken():
-                raise
-            reason = f"{type(error).__name__}: {error}"
-        raise DeviceLost(reason)
-
-    return guarded
-
-
 class CudaRunner:
     """See `backend.Runner`.
 
@@ -173,7 +149,13 @@ class CudaRunner:
         self._delta = delta
         self._steps = CudaSteps(model, ops, attention, store, memory, stream, max_ctx, delta)
         self._room: _Room | None = None
+        self._features: CudaFeatures | None = None
         self._staging = PinnedBuffer(1 << 16)
+
+    def keep_features(self, features: CudaFeatures) -> None:
+        """From now on calls leave theirs there."""
+        self._features = self._steps.features = features
+        self._steps.drop_graphs()  # those that are there leave none
 
     # ----- prompts
 
@@ -187,7 +169,7 @@ class CudaRunner:
         x = self._memory.empty((len(rows), self.model.hyper.n_embd))
         self._room = _Room(addresses, layout, buffer, recurrent, x)
 
-    @_errors_that_stick
+    @errors_that_stick
     def embed(self, rows: Rows) -> _Prompt:
         self._begin_call()
         self._steps.forget(rows.sequences)
@@ -204,10 +186,11 @@ class CudaRunner:
         del room  # the block for the embedding is what the embedding gets
         return _Prompt(self.model.embed(tokens_of(layout, buffer)), call)
 
-    @_errors_that_stick
+    @errors_that_stick
     def prompt(self, rows: Rows, x: _Prompt, interrupt: Interrupt | None) -> Outputs:
+        taps = None if self._features is None else self._features.prompt_taps(len(rows))
         try:
-            hidden = self.model.forward(x.x, x.call, interrupt)
+            hidden = self.model.forward(x.x, x.call, interrupt, taps)
         except Interrupted:
             self._stream.wait()  # the batch's pinned buffer is used again
             raise
@@ -222,10 +205,12 @@ class CudaRunner:
 
     # ----- steps
 
-    @_errors_that_stick
+    @errors_that_stick
     def step(self, rows: Rows, interrupt: Interrupt | None) -> Outputs:
         self._begin_call()
         step = self._steps.run(rows)
+        if self._features is not None:
+            self._features.left_by_step(step.place)
         wanted = np.flatnonzero(rows.logits)
         logits = step.logits if len(wanted) == len(rows) else step.logits[wanted]
         return CudaOutputs(self, logits, step.ids[wanted], wanted, self._steps)
@@ -234,7 +219,7 @@ class CudaRunner:
         """Whether nothing can be computed any more."""
         return self._stream.broken()
 
-    @_errors_that_stick
+    @errors_that_stick
     def fetch(self, logits: Any, n: int) -> Logits:
         """The first n rows in host memory."""
         n_bytes = n * logits.shape[1] * 4
@@ -244,7 +229,7 @@ class CudaRunner:
         rows: Logits = pinned.array[:n_bytes].view(np.float32).reshape(n, -1).copy()
         return rows
 
-    @_errors_that_stick
+    @errors_that_stick
     def candidates(self, logits: Any, views: SequenceOf[View]) -> list[Candidates | None]:
         """What is best in views of logits, float32 [m, n_vocab] on the device; see `backend.Outputs`."""
         n_vocab = logits.shape[1]
@@ -275,4 +260,6 @@ class CudaRunner:
 
     def _begin_call(self) -> None:
         self.calls += 1
+        if self._features is not None:
+            self._features.forget()
         self._stream.use()

@@ -36,6 +36,7 @@ from slotd.daemon.ops.cuda_graphs import Mark, PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_greedy import greedy, take
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
 from slotd.daemon.ops.cuda_recurrent import CudaState, KeptInputs, StepRecurrence
+from slotd.daemon.ops.cuda_taps import CudaFeatures
 from slotd.daemon.row_checks import row_counts
 from slotd.daemon.rows import Rows
 from slotd.daemon.sequence import Sequence
@@ -64,6 +65,7 @@ class CapturedStep:
         call: the batch as the ops see it.
         best: int32 [rows, 2] on the device: what the step finds best.
         answer: the same in pinned memory.
+        place: 0 or 1, which of its pair it is: where it leaves its features.
         logits: float32 [rows, n_vocab] on the device.
         graph: the captured graph, None before its first run.
         done: the end of its last run.
@@ -76,6 +78,7 @@ class CapturedStep:
     call: CudaCall
     best: Any
     answer: PinnedBuffer
+    place: int
     logits: Any = None
     graph: Any = None
     done: Mark | None = None
@@ -136,7 +139,12 @@ class CudaSteps:
 
     Args:
         model, ops, attention, store, memory, stream, max_ctx: as CudaRunner's.
+
+    Attributes:
+        features: what steps leave for a draft; None: nothing.
     """
+
+    features: CudaFeatures | None = None
 
     def __init__(
         self, model: Model, ops: CudaOps, attention: CudaAttention, store: CudaPageStore, memory: CudaMemory,
@@ -255,9 +263,10 @@ class CudaSteps:
             step.call.recurrent.tables.upload(self._stream)
         tokens = tokens_of(layout, step.buffer)
         take(tokens, other.best)
+        taps = None if self.features is None else self.features.step_taps(step.place)
         with self._ops.step():
             x = self._model.embed(tokens)
-            step.logits = self._model.logits(self._model.forward(x, step.call, None))
+            step.logits = self._model.logits(self._model.forward(x, step.call, None, taps))
         greedy(self._memory, step.logits, step.best)
         self._stream.download(step.answer, step.best.data.ptr, layout.rows * 8)
 
@@ -269,10 +278,12 @@ class CudaSteps:
         with self._memory.capture_pool(self.drop_graphs):
             scratch = self._memory.empty((StepSpace.nbytes(layout, self._attention.shape),), np.uint8)
             kept = None if self._delta is None else KeptInputs(self._delta, self._memory, layout.rows)
-            first, second = (self._new_step(layout, scratch, kept) for _ in range(2))
+            first, second = (self._new_step(layout, scratch, kept, place) for place in range(2))
         return first, second
 
-    def _new_step(self, layout: BatchLayout, scratch: Any, kept: KeptInputs | None) -> CapturedStep:
+    def _new_step(
+        self, layout: BatchLayout, scratch: Any, kept: KeptInputs | None, place: int
+    ) -> CapturedStep:
         """scratch: of step attention; kept: of recurrent layers. The two of a pair never run at once."""
         pinned = PinnedBuffer(layout.nbytes)
         host = self._attention.host_batch(layout, pinned.array)
@@ -285,7 +296,7 @@ class CudaSteps:
             recurrent = StepRecurrence(self._delta, self._memory, kept)
         call = CudaCall(self._attention, batch, space, scratch, recurrent)
         answer = PinnedBuffer(layout.rows * 8)
-        return CapturedStep(layout, pinned, host, buffer, call, best, answer)
+        return CapturedStep(layout, pinned, host, buffer, call, best, answer, place)
 
     # ----- where things lie
 

@@ -9,7 +9,8 @@ its bytes in a queue that the next call of the ledger empties, and lets the bloc
 a pool keeps belongs to the stream that was current when it was taken: the engine works on one.
 
 A captured graph names addresses that the pool would hand out again: what is allocated while a graph is
-captured comes from a pool of its own (`capture_pool`), which counts as live while the graphs may run.
+captured comes from a pool of its own (`capture_pool`), which counts as live while the graphs may run. There
+is one such pool for each tag: graphs of one leave alone what those of another have to say.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class CudaMemory(Ledger):
         self.overhead = overhead
         self._device = device
         self._pool = device.pool(pool_kind)
-        self._captured = device.pool("legacy")
+        self._captured: dict[str, Pool] = {}  # by tag
         self._live = dict.fromkeys(TAGS, 0)
         self._returned: deque[tuple[str, int]] = deque()
         self._graphs: dict[object, weakref.WeakMethod[Callable[[], None]]] = {}
@@ -129,13 +130,13 @@ class CudaMemory(Ledger):
         n_bytes = math.prod(shape) * kind.itemsize
         if n_bytes == 0:
             return self._device.array(0, 0, None, shape, kind)
-        capturing = getattr(self._here, "capturing", False)
+        capturing: str | None = getattr(self._here, "capturing", None)
         with self._lock:
             self._take_back()
             counted = self._live[tag]
-            pointer = self._malloc(self._captured if capturing else self._pool, n_bytes)
+            pointer = self._malloc(self._pool if capturing is None else self._captured[capturing], n_bytes)
             size = int(pointer.mem.size)
-            if capturing:
+            if capturing is not None:
                 lease = _Lease(pointer, tag, 0, self._returned)  # the pool counts as a whole
             else:
                 self._live[tag] = counted + size
@@ -151,23 +152,26 @@ class CudaMemory(Ledger):
     # ----- captured graphs
 
     @contextmanager
-    def capture_pool(self, drop_graphs: Callable[[], None]) -> Iterator[None]:
+    def capture_pool(self, drop_graphs: Callable[[], None], tag: str = "scratch") -> Iterator[None]:
         """Around the capture of a graph: arrays that this thread makes inside keep their place for it.
 
-        They may be let go inside: a later array of the same capture, or of another graph that never runs at
-        the same time, gets the same place; nothing else does.
+        They may be let go inside: a later array of the same capture, or of another graph of the same tag
+        that never runs at the same time, gets the same place; nothing else does.
 
         Args:
             drop_graphs: a method that forgets every graph captured with it; called by `retire`. It is
                 remembered weakly: when its object is gone, so are its graphs.
+            tag: what the arrays count as.
         """
         with self._lock:
+            if tag not in self._captured:
+                self._captured[tag] = self._device.pool("legacy")
             self._graphs[id(getattr(drop_graphs, "__self__", None))] = weakref.WeakMethod(drop_graphs)
-        self._here.capturing = True
+        self._here.capturing = tag
         try:
             yield
         finally:
-            self._here.capturing = False
+            self._here.capturing = None
 
     def retire(self) -> int:
         with self._lock:
@@ -176,9 +180,10 @@ class CudaMemory(Ledger):
                 if drop_graphs is not None:
                     drop_graphs()
             self._graphs.clear()
-            before = self._captured.total_bytes()
-            self._captured.free_all_blocks()
-            return max(0, before - self._captured.total_bytes())
+            before = self._held()
+            for pool in self._captured.values():
+                pool.free_all_blocks()
+            return max(0, before - self._held())
 
     @contextmanager
     def driver_failures(self) -> Iterator[None]:
@@ -207,7 +212,8 @@ class CudaMemory(Ledger):
     def by_tag(self) -> Mapping[str, int]:
         with self._lock:
             self._take_back()
-            return self._live | {"scratch": self._live["scratch"] + self._captured.total_bytes()}
+            captured = {tag: self._live[tag] + pool.total_bytes() for tag, pool in self._captured.items()}
+            return self._live | captured
 
     @property
     def cached(self) -> int:
@@ -236,7 +242,7 @@ class CudaMemory(Ledger):
         self._device.poison()
 
     def _held(self) -> int:
-        return self._pool.total_bytes() + self._captured.total_bytes()
+        return self._pool.total_bytes() + sum(pool.total_bytes() for pool in self._captured.values())
 
     def _malloc(self, pool: Pool, n_bytes: int) -> Any:
         try:
@@ -257,7 +263,7 @@ class CudaMemory(Ledger):
         most = None
         if self.limit is not None:
             most = self.limit - self.overhead - (self._held() - pool.total_bytes())
-        if pool is self._captured or self.pool_kind == "legacy":
+        if pool is not self._pool or self.pool_kind == "legacy":
             pool.set_limit(NO_LIMIT if most is None else max(1, most))  # 1: less than any block
         elif most is not None:
             if pool.used_bytes() + n_bytes > most:

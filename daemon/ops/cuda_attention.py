@@ -6,7 +6,6 @@ packed batch (`cuda_batch`), so that launches can be captured once and replayed.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.ops import cuda_attention_args as arguments
 from slotd.daemon.ops.batch import TILE
 from slotd.daemon.ops.cuda_attention_shape import KV_TYPE_NUMBERS, AttentionShape
 from slotd.daemon.ops.cuda_batch import (
@@ -91,6 +91,11 @@ class DeviceBatch:
         """Address of an array."""
         return self.layout.address(self.address, name)
 
+    @property
+    def visible(self) -> int:
+        """Address of the last place that each row sees: its own position, but for rows of blocks."""
+        return self.at("visible" if self.layout.blocks else "positions")
+
 
 @dataclass(frozen=True, slots=True)
 class StepSpace:
@@ -115,81 +120,6 @@ def _offsets(layout: BatchLayout, shape: AttentionShape) -> tuple[int, int, int]
     weights = -(-layout.most_parts * shape.n_head * 8 // 256) * 256
     sums = layout.most_parts * shape.n_head * shape.value_dim * 4
     return 0, weights, weights + sums
-
-
-class _Heads(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("q", "out", "page_k", "page_v", "k_layer", "v_layer")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("q_stride", "q_head", "n_head", "n_head_kv", "k_type", "v_type")
-        ),
-        ("factor", ctypes.c_float),
-    )
-
-
-_STEP_ARRAYS = ("entries", "n_entries", "ancestors", "positions", "first_part", "split_parts", "first_single")
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("heads", _Heads),
-        *((name, ctypes.c_uint64) for name in _STEP_ARRAYS),
-        *((name, ctypes.c_uint64) for name in ("part_sums", "part_weights")),
-        ("n_stages", ctypes.c_int32),
-    )
-
-
-class _Prompt(ctypes.Structure):
-    _fields_ = (("heads", _Heads), ("blocks", ctypes.c_uint64))
-
-
-class _Rotation(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_uint64), ("positions", ctypes.c_uint64), ("n_groups", ctypes.c_int32))
-
-
-class _Plain(ctypes.Structure):
-    _fields_ = (
-        ("heads", _Heads),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("positions", "sequence", "first_page", "committed", "ancestors")
-        ),
-        *((name, ctypes.c_int32) for name in ("head_dim", "value_dim")),
-    )
-
-
-_ROPE_POINTERS = (
-    "qkv",
-    "positions",
-    "write_k",
-    "write_v",
-    "angles",
-    "q_norm",
-    "k_norm",
-    "k_layer",
-    "v_layer",
-)
-_ROPE_NUMBERS = (
-    "stride",
-    "q_head",
-    "n_head",
-    "n_head_kv",
-    "head_dim",
-    "value_dim",
-    "dims",
-    "pairs",
-    "k_type",
-    "v_type",
-)
-
-
-class _RopeStore(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in _ROPE_POINTERS),
-        *((name, ctypes.c_int32) for name in _ROPE_NUMBERS),
-        ("eps", ctypes.c_float),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,19 +178,50 @@ class CudaAttention:
             dims: numbers of a head that turn.
         """
         shape = self.shape
-        args = _RopeStore(
-            qkv=qkv,
+        args = self._rotated(batch, angles, dims, style, norms)
+        args.qkv, args.stride, args.width = qkv, shape.qkv_width, shape.qkv_width
+        args.n_head, args.q_head = shape.n_head, shape.query_stride
+        args.k_layer, args.v_layer = layer * self._k_layer_bytes, layer * self._v_layer_bytes
+        blocks = math.ceil((shape.n_head + 2 * shape.n_head_kv) / (THREADS // 32))
+        self._find("rope_store").launch((blocks, batch.n_rows), THREADS, (args,), stream=stream, pdl=True)
+
+    def store_context(
+        self,
+        kv: int,
+        n_layer: int,
+        batch: DeviceBatch,
+        angles: int,
+        dims: int,
+        style: RopeStyle,
+        norms: HeadNorms,
+        stream: Any = None,
+    ) -> None:
+        """As rope_store, of keys and values alone and of all layers at once.
+
+        Args:
+            kv: address of float32 [rows, n_layer, key heads and value heads].
+            norms: of the keys, for each layer one behind the other.
+        """
+        shape = self.shape
+        args = self._rotated(batch, angles, dims, style, norms)
+        width = shape.n_head_kv * (shape.head_dim + shape.value_dim)
+        args.qkv, args.stride, args.width = kv, n_layer * width, width
+        args.k_step, args.v_step = self._k_layer_bytes, self._v_layer_bytes
+        grid = (math.ceil(2 * shape.n_head_kv / (THREADS // 32)), batch.n_rows, n_layer)
+        self._find("rope_store").launch(grid, THREADS, (args,), stream=stream, pdl=True)
+
+    def _rotated(
+        self, batch: DeviceBatch, angles: int, dims: int, style: RopeStyle, norms: HeadNorms | None
+    ) -> arguments.RopeStore:
+        """What both say of rows and heads."""
+        shape = self.shape
+        return arguments.RopeStore(
             positions=batch.at("positions"),
             write_k=batch.at("write_k"),
             write_v=batch.at("write_v"),
             angles=angles,
             q_norm=norms.q if norms else 0,
             k_norm=norms.k if norms else 0,
-            k_layer=layer * self._k_layer_bytes,
-            v_layer=layer * self._v_layer_bytes,
-            stride=shape.qkv_width,
-            q_head=shape.query_stride,
-            n_head=shape.n_head,
             n_head_kv=shape.n_head_kv,
             head_dim=shape.head_dim,
             value_dim=shape.value_dim,
@@ -270,8 +231,6 @@ class CudaAttention:
             v_type=KV_TYPE_NUMBERS[shape.v_type],
             eps=norms.eps if norms else 0.0,
         )
-        blocks = math.ceil((shape.n_head + 2 * shape.n_head_kv) / (THREADS // 32))
-        self._find("rope_store").launch((blocks, batch.n_rows), THREADS, (args,), stream=stream, pdl=True)
 
     def attend(
         self,
@@ -304,7 +263,7 @@ class CudaAttention:
     def rotation(self, out: int, batch: DeviceBatch, stream: Any = None) -> None:
         """Rotate back what attention gave of rotated values (`rotation`). out: as of attend, in place."""
         n_groups = self.shape.n_head * self.shape.value_dim // GROUP
-        args = _Rotation(out, batch.at("positions"), n_groups)
+        args = arguments.Rotation(out, batch.at("positions"), n_groups)
         blocks = math.ceil(n_groups / (THREADS // 32))
         self._find("rotation_back").launch((blocks, batch.n_rows), THREADS, (args,), stream=stream, pdl=True)
 
@@ -322,12 +281,12 @@ class CudaAttention:
         shape, layout = self.shape, batch.layout
         wide = is_wide(layout.rows, shape.per_group)
         n_stages, shared, per_multiprocessor = self.step_resources(wide)
-        args = _Step(
+        args = arguments.Step(
             heads=self._heads(layer, q, out, batch, scale),
             entries=batch.at("entries"),
             n_entries=batch.at("counts") + 4,
             ancestors=batch.at("ancestors"),
-            positions=batch.at("positions"),
+            positions=batch.visible,
             first_part=batch.at("first_part"),
             split_parts=batch.at("split_parts"),
             first_single=batch.at("first_single"),
@@ -381,7 +340,7 @@ class CudaAttention:
     ) -> None:
         """Of prompt rows, on tensor cores. Arguments as for attend."""
         shape = self.shape
-        args = _Prompt(
+        args = arguments.Prompt(
             heads=self._heads(layer, q, out, batch, scale),
             blocks=batch.at("entries"),
         )
@@ -406,9 +365,9 @@ class CudaAttention:
     ) -> None:
         """Of any rows, in float32. Arguments as for attend."""
         shape = self.shape
-        args = _Plain(
+        args = arguments.Plain(
             heads=self._heads(layer, q, out, batch, scale),
-            positions=batch.at("positions"),
+            positions=batch.visible,
             sequence=batch.at("sequence"),
             first_page=batch.at("first_page"),
             committed=batch.at("committed"),
@@ -431,9 +390,9 @@ class CudaAttention:
             what = f"narrow_{self.shape.k_type if alike else 'any'}"
         return self._find(f"attention_256_{what}")
 
-    def _heads(self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float) -> _Heads:
+    def _heads(self, layer: int, q: int, out: int, batch: DeviceBatch, scale: float) -> arguments.Heads:
         shape = self.shape
-        return _Heads(
+        return arguments.Heads(
             q=q,
             out=out,
             page_k=batch.at("page_k"),

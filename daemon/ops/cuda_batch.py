@@ -95,6 +95,7 @@ class BatchLayout:
         entries: capacity of the work list, or of blocks of prompt rows.
         context: tokens that the longest sequence may have, rows of the call included.
         most_single: up to so many tiles below the committed ends are entries of their own.
+        blocks: whether what a row sees is not told by its position (`cuda_blocks`).
     """
 
     step: bool
@@ -103,6 +104,7 @@ class BatchLayout:
     entries: int
     context: int
     most_single: int = 0
+    blocks: bool = False
 
     @classmethod
     def for_steps(
@@ -147,6 +149,8 @@ class BatchLayout:
             arrays["first_part"] = ((n + 1,), i32)
             arrays["split_parts"] = ((n,), i32)
             arrays["first_single"] = ((n,), i32)
+        if self.blocks:
+            arrays["visible"] = ((n,), i32)
         arrays["entries"] = ((self.entries, len(ENTRY) if self.step else len(BLOCK)), i32)
         arrays["page_k"] = ((self.pages,), u64)
         arrays["page_v"] = ((self.pages,), u64)
@@ -193,13 +197,13 @@ class HostBatch:
     per_group: int
 
 
-class _WorkList:
+class WorkList:
     """The entries of a step, and the parts that they leave."""
 
-    def __init__(self, host: HostBatch, rows: Rows, groups: SequenceOf[int]) -> None:
-        """groups: SHARED entries for each tile or split of a sequence, by sequence."""
+    def __init__(self, host: HostBatch, committed: SequenceOf[int], groups: SequenceOf[int]) -> None:
+        """committed: tokens, groups: SHARED entries for each tile or split, both by sequence."""
         self._views, self._layout = host.views, host.layout
-        tiles = (len(sequence) // TILE * n for sequence, n in zip(rows.sequences, groups, strict=True))
+        tiles = (length // TILE * n for length, n in zip(committed, groups, strict=True))
         self._single = sum(tiles) <= host.layout.most_single  # tiles are entries of their own
         self._n_entries = self.parts = 0
         self._tails: list[tuple[int, ...]] = []
@@ -214,7 +218,7 @@ class _WorkList:
     def share(self, first_row: int, n_rows: int, first_page: int, tiles: int, committed: int, n: int) -> None:
         """n SHARED entries of tiles 0 .. tiles - 1, one a tile or split, for some rows of a sequence."""
         first, self._n_entries = self._n_entries, self._n_entries + n
-        _check("entries of the work list", self._n_entries, self._layout.entries)
+        check_room("entries of the work list", self._n_entries, self._layout.entries)
         if not n:
             return
         size = 1 if self._single else SPLIT_TILES
@@ -233,7 +237,7 @@ class _WorkList:
         """The tails behind the shared entries, padding behind the n rows, counts."""
         views, first = self._views, self._n_entries
         n_entries = first + len(self._tails)
-        _check("entries of the work list", n_entries, self._layout.entries)
+        check_room("entries of the work list", n_entries, self._layout.entries)
         views["entries"][first:n_entries] = self._tails
         views["entries"][n_entries:, 0] = INERT
         for name, filler in (("first_part", self.parts), ("split_parts", 0), ("first_single", 0)):
@@ -273,7 +277,8 @@ def _pack_trees(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses
     context = _pack_rows(host, rows, addresses)
     at_once = rows_at_once(host.layout.rows, host.per_group)
     counts = row_counts(rows)
-    work = _WorkList(host, rows, [math.ceil(count / at_once) for count in counts])
+    lengths = [len(sequence) for sequence in rows.sequences]
+    work = WorkList(host, lengths, [math.ceil(count / at_once) for count in counts])
     start = 0
     for s, count in enumerate(counts):
         stop = start + count
@@ -302,17 +307,17 @@ def _pack_next_tokens(
     ahead: uncommitted rows of each sequence that count as committed.
     """
     layout, views, n = host.layout, host.views, len(rows)
-    _check("rows", n, layout.rows)
+    check_room("rows", n, layout.rows)
     for name, filler in (("tokens", 0), ("positions", -1), ("sequence", 0), ("write_k", 0), ("write_v", 0)):
         if n < layout.rows:
             views[name][n:] = filler
     views["tokens"][:n] = rows.tokens
-    work = _WorkList(host, rows, [1] * n)
+    work = WorkList(host, [len(sequence) for sequence in rows.sequences], [1] * n)
     first_page = context = 0
     for row, (sequence, (k, v)) in enumerate(zip(rows.sequences, addresses, strict=True)):
         committed, n_pages = len(sequence) + ahead, len(k)
         tile, place = divmod(committed, TILE)
-        _check("pages", first_page + n_pages, layout.pages)
+        check_room("pages", first_page + n_pages, layout.pages)
         if tile >= n_pages:
             raise ValueError(f"sequence {row}: {committed + 1} tokens, {n_pages} pages")
         views["positions"][row] = views["committed"][row] = committed
@@ -330,7 +335,7 @@ def _pack_next_tokens(
         work.parts += n_shared + 1
         first_page += n_pages
         context = max(context, committed + 1)
-    _check("positions", context, layout.context)
+    check_room("positions", context, layout.context)
     return work.finish(n, n, context)
 
 
@@ -350,7 +355,7 @@ def pack_prompt(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses
             n = min(PROMPT_BLOCK_ROWS, count - first)
             blocks.append((start + first, n, first_page, committed + first))
         start += count
-    _check("blocks of prompt rows", len(blocks), layout.entries)
+    check_room("blocks of prompt rows", len(blocks), layout.entries)
     # The kernel starts the last ones first: they have the most tiles.
     blocks.sort(key=lambda block: block[3])
     views["entries"][: len(blocks)] = blocks
@@ -358,7 +363,8 @@ def pack_prompt(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses
     return Packed(len(rows), len(blocks), 0, context)
 
 
-def _check(what: str, n: int, most: int) -> None:
+def check_room(what: str, n: int, most: int) -> None:
+    """Raises ValueError: more than the buffer holds."""
     if n > most:
         raise ValueError(f"{n} {what}, the buffer holds {most}")
 
@@ -366,8 +372,8 @@ def _check(what: str, n: int, most: int) -> None:
 def _pack_rows(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]) -> int:
     """Tokens, positions, places and page tables. Returns the positions that the longest sequence reaches."""
     layout, views, n = host.layout, host.views, len(rows)
-    _check("rows", n, layout.rows)
-    _check("sequences", len(rows.sequences), MOST_SEQUENCES)
+    check_room("rows", n, layout.rows)
+    check_room("sequences", len(rows.sequences), MOST_SEQUENCES)
     positions, write_k, write_v = views["positions"], views["write_k"], views["write_v"]
     views["tokens"][:n] = rows.tokens
     views["tokens"][n:] = 0
@@ -381,7 +387,7 @@ def _pack_rows(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]
         zip(rows.sequences, row_counts(rows), addresses, strict=True)
     ):
         stop, committed, n_pages = start + count, len(sequence), len(k)
-        _check("pages", first_page + n_pages, layout.pages)
+        check_room("pages", first_page + n_pages, layout.pages)
         if committed + count > n_pages * TILE:
             raise ValueError(f"sequence {s}: {committed + count} tokens, {n_pages} pages")
         views["first_row"][s], views["n_rows"][s] = start, count
@@ -395,7 +401,7 @@ def _pack_rows(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]
         write_k[start:stop] = k[pages] + offsets * np.uint64(host.k_row_bytes)
         write_v[start:stop] = v[pages] + offsets * np.uint64(host.v_row_bytes)
         start, first_page = stop, first_page + n_pages
-    _check("positions", context, layout.context)
+    check_room("positions", context, layout.context)
     return context
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -101,11 +101,10 @@ def multiply(x: Prepared, weight: Matrix, y: Any, *, add: bool) -> None:
 
 
 def linear(rows: _Rows, weight: Matrix, output: Output) -> None:
-    """The product for at most 64 rows: one launch for each format of the weight."""
+    """The product for at most 64 rows."""
     group = next(group for group in _ROW_GROUPS if group >= rows.n)
-    for form in dict.fromkeys(part.format for part in weight.parts):
-        parts = [part for part in weight.parts if part.format == form]
-        chosen = kernel(f"linear_{form.name}_{group}")
+    for parts in launches_of(weight):
+        chosen = kernel(f"linear_{parts[0].format.name}_{group}")
         tiles = sum(part.n_tiles for part in parts)
         warps = warps_for(tiles, weight.n_segments, chosen.registers, chosen.most_threads // WARP)
         smem = 2 * warps * group * _COLUMN_STRIDE * 4
@@ -145,6 +144,14 @@ def multiprocessors() -> int:
     """Of the current device."""
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return int(properties["multiProcessorCount"])
+
+
+def launches_of(weight: Matrix) -> Iterator[list[MatrixPart]]:
+    """Its parts, those of one format together, as many as a launch takes."""
+    for form in dict.fromkeys(part.format for part in weight.parts):
+        parts = [part for part in weight.parts if part.format == form]
+        for first in range(0, len(parts), _MOST_PARTS):
+            yield parts[first : first + _MOST_PARTS]
 
 
 def parts_of(parts: Iterable[MatrixPart], weight: Matrix) -> _Parts:

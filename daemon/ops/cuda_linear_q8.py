@@ -9,7 +9,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from slotd.daemon.ops.cuda_linear import WARP, Output, parts_of, warps_for
+from slotd.daemon.ops.cuda_linear import WARP, Output, launches_of, parts_of, warps_for
 from slotd.daemon.ops.cuda_weights import Matrix
 from slotd.daemon.ops.kernels import kernel
 
@@ -62,10 +62,9 @@ def multiply_integers(x: IntegerRows, weight: Matrix, y: Any, *, add: bool) -> N
 
 
 def linear_q8(rows: _Rows, weight: Matrix, output: Output) -> None:
-    """The product for at most MOST_ROWS rows: one launch for each format of the weight."""
-    for form in dict.fromkeys(part.format for part in weight.parts):
-        parts = [part for part in weight.parts if part.format == form]
-        chosen = kernel(f"linear_q8_{form.name}_{'one' if rows.n == 1 else 'few'}")
+    """The product for at most MOST_ROWS rows."""
+    for parts in launches_of(weight):
+        chosen = kernel(f"linear_q8_{parts[0].format.name}_{'one' if rows.n == 1 else 'few'}")
         tiles = sum(part.n_tiles for part in parts)
         most = min(chosen.most_threads // WARP, _SHARED_BYTES // (2 * rows.n * _SUM_BYTES))
         warps = warps_for(tiles, weight.n_segments, chosen.registers, most)

@@ -159,6 +159,16 @@ class CudaOps:
         else:
             multiply(x, weight, y, add=add)
 
+    def linear(self, x: Any, weight: Matrix) -> Any:
+        """x: float32 [n, n_in], or Picked rows of halves."""
+        if isinstance(x, Picked):
+            prepared = cuda_prepare.taken(self.memory, x)
+        else:
+            prepared = cuda_prepare.prepare(self.memory, x, self._kind(weight))
+        y = self.memory.empty((prepared.n, weight.n_out))
+        self._multiply(prepared, weight, y, add=False)
+        return y
+
     def rope_store(
         self, layer: int, qkv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall,
         norms: HeadNorms | None = None,
@@ -168,6 +178,14 @@ class CudaOps:
             None if norms is None else NormAddresses(norms.q.data.ptr, norms.k.data.ptr, norms.eps),
         )  # fmt: skip
         return qkv
+
+    def store_context(
+        self, kv: Any, heads: Heads, rope: Angles, style: RopeStyle, batch: CudaCall, k_norm: Any, eps: float
+    ) -> None:
+        batch.attention.store_context(
+            kv.data.ptr, len(k_norm) // heads.head_dim, batch.batch, rope.table.data.ptr, rope.dims, style,
+            NormAddresses(0, k_norm.data.ptr, eps),
+        )  # fmt: skip
 
     def attend(self, layer: int, q: Any, batch: CudaCall, scale: float) -> Any:
         shape = batch.attention.shape

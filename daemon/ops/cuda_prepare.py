@@ -19,8 +19,11 @@ EMBED_THREADS = 256
 
 WARP = 32
 
-#: Most warps of a block, and most segments of a warp.
-MOST_WARPS, MOST_ROUNDS = 32, 3
+#: Most warps of a block, and most segments of a warp; of rows that are taken as they are.
+MOST_WARPS, MOST_ROUNDS, MOST_ROUNDS_TAKEN = 32, 3, 4
+
+#: Most numbers of rows that are taken as they are.
+MOST_TAKEN = TILE_COLUMNS * MOST_WARPS * MOST_ROUNDS_TAKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Picked:
     """Some rows of an array.
 
     Attributes:
-        x: float32 [n, m].
+        x: [n, m], float32 or, to be taken as they are, float16 with m a multiple of four.
         source: int32 [k] on the device, the rows.
     """
 
@@ -72,6 +75,17 @@ def prepare(memory: Ledger, x: Any, kind: RowKind = RowKind.HALVES) -> Rows:
     return out
 
 
+def taken(memory: Ledger, rows: Picked) -> Rows:
+    """Rows of halves as they are, prepared."""
+    n, width = len(rows.source), rows.x.shape[1]
+    out = room(memory, RowKind.HALVES, n, width)
+    rounds = rounds_for(width, MOST_ROUNDS_TAKEN)
+    warps = -(-width // (TILE_COLUMNS * rounds))
+    args = (rows.x, rows.source, rows.x.strides[0] // 2, width, _target(out))
+    kernel(f"prepare_taken_{rounds}").launch(n, warps * WARP, args, pdl=True)
+    return out
+
+
 def gate(memory: Ledger, y: Any, qkv: Any, head_dim: int, kind: RowKind = RowKind.HALVES) -> Rows:
     """y * sigmoid(gate), prepared. y: float32 [n, heads * head_dim]; qkv: [n, m], gates behind queries."""
     n, width = y.shape
@@ -95,17 +109,15 @@ def head_norm(
     return out
 
 
-def rounds_for(width: int) -> int:
-    """Segments that a warp takes of a row.
+def rounds_for(width: int, most: int = MOST_ROUNDS) -> int:
+    """Segments that a warp takes of a row, at most so many.
 
     Raises:
         ConfigError: a wider row than the kernels take.
     """
     rounds = -(-width // (TILE_COLUMNS * MOST_WARPS))
-    if rounds > MOST_ROUNDS:
-        raise ConfigError(
-            f"rows of {width} numbers: CUDA takes up to {TILE_COLUMNS * MOST_WARPS * MOST_ROUNDS}"
-        )
+    if rounds > most:
+        raise ConfigError(f"rows of {width} numbers: CUDA takes up to {TILE_COLUMNS * MOST_WARPS * most}")
     return rounds
 
 

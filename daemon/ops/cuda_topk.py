@@ -1,4 +1,4 @@
-"""The largest logits of rows with their log-probabilities, found on the GPU: for trees of drafts."""
+"""The largest logits of rows and how likely they are, found on the GPU: what a tree of drafts is made of."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ puts what a warp reads at once side by side. `kernels/weight_tiles.cuh` describe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ FORMAT_OF = {
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """The rows of one tensor.
+    """The rows of one tensor, or of several of one type.
 
     Attributes:
         format: how its tiles are stored.
@@ -96,7 +96,7 @@ class Matrix:
     """A weight [n_out, n_in].
 
     Attributes:
-        parts: its tensors, one below the other.
+        parts: one below the other.
         n_out, n_in: its shape.
     """
 
@@ -144,8 +144,8 @@ class WeightLoader:
         """
         parts: list[MatrixPart] = []
         first = 0
-        for name in names:
-            part = self._part(file, name, first)
+        for together in _groups(file, names):
+            part = self._part(file, together, first)
             parts.append(part)
             first += part.rows
         return Matrix(tuple(parts), first, file.header.tensors[names[0]].shape[0])
@@ -156,15 +156,17 @@ class WeightLoader:
             staging.wait()
         self._staging.clear()
 
-    def _part(self, file: GgufFile, name: str, first: int) -> MatrixPart:
-        n_in, n_rows = file.header.tensors[name].shape
-        kind = file.block_type(name)
-        data = _rows_of(file, name, kind)
-        type_name, form = kind.name.lower(), FORMAT_OF.get(kind.name)
+    def _part(self, file: GgufFile, names: Sequence[str], first: int) -> MatrixPart:
+        """names: of one type, whose rows fill their tiles, but for the last one's."""
+        n_in = file.header.tensors[names[0]].shape[0]
+        n_rows = sum(file.header.tensors[name].shape[1] for name in names)
+        kind = file.block_type(names[0])
+        form = FORMAT_OF.get(kind.name)
         if form is None:
-            type_name, form = "f32", _F16
+            form = _F16
+            n_bytes = sum(file.n_bytes(name) for name in names)
             log.warning("%s: %s is kept as 16-bit numbers, %d bytes instead of %d",
-                        name, kind.name, 2 * n_in * n_rows, file.n_bytes(name))  # fmt: skip
+                        names[0], kind.name, 2 * n_in * n_rows, n_bytes)  # fmt: skip
         segments, tiles = -(-n_in // TILE_COLUMNS), -(-n_rows // TILE_ROWS)
         part = MatrixPart(
             form,
@@ -173,9 +175,20 @@ class WeightLoader:
             first,
             n_rows,
         )
-        for start, stop in _chunks(n_rows, data.shape[1]):
-            repack(self._upload(data[start:stop]), data.shape[1], type_name, part, start, stop - start, n_in)
+        at = 0
+        for name in names:
+            self._repack(part, at, _rows_of(file, name, kind), n_in, _type_name(kind))
+            at += file.header.tensors[name].shape[1]
         return part
+
+    def _repack(
+        self, part: MatrixPart, at: int, data: npt.NDArray[np.uint8], n_in: int, type_name: str
+    ) -> None:
+        """data: bytes [rows, bytes of a row], which become the part's rows from `at` on."""
+        n_rows, row_bytes = data.shape
+        for start, stop in _chunks(n_rows, row_bytes):
+            raw = self._upload(data[start:stop])
+            repack(raw, row_bytes, type_name, part, at + start, stop - start, n_in)
 
     def _upload(self, rows: npt.NDArray[np.uint8]) -> Any:
         """Bytes on the GPU, valid until the next call but one."""
@@ -214,6 +227,25 @@ class _Staging:
     def wait(self) -> None:
         """Until the pinned buffer may be written again."""
         self._sent.synchronize()
+
+
+def _groups(file: GgufFile, names: Sequence[str]) -> Iterator[list[str]]:
+    """Neighbours that are stored as one part: of one type, where no tile has rows of two."""
+    group: list[str] = []
+    for name in names:
+        if group and (
+            file.block_type(name).name != file.block_type(group[-1]).name
+            or file.header.tensors[group[-1]].shape[1] % TILE_ROWS
+        ):
+            yield group
+            group = []
+        group.append(name)
+    yield group
+
+
+def _type_name(kind: BlockType) -> str:
+    """What rows of a tensor are when they are repacked."""
+    return kind.name.lower() if kind.name in FORMAT_OF else "f32"
 
 
 def _rows_of(file: GgufFile, name: str, kind: BlockType) -> npt.NDArray[np.uint8]:

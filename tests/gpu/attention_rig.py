@@ -113,10 +113,11 @@ class Rig:
         return float(self.shape.head_dim**-0.5)
 
     def run(
-        self, calls: list[Call], step: bool = True, bucket: int | None = None, context: int | None = None
-    ) -> np.ndarray:
+        self, calls: list[Call], step: bool = True, bucket: int | None = None, context: int | None = None,
+        placed: Placed | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """Attention of all rows of the calls in one launch: float32 [rows, n_head * value_dim]."""
-        placed = Placed(self, calls)
+        placed = Placed(self, calls) if placed is None else placed
         layout, batch, host = placed.pack(step, bucket, context)
         q = np.full((layout.rows if step else len(placed.rows), self.shape.qkv_width), np.nan, np.float32)
         n_q = self.shape.n_head * self.shape.query_stride

@@ -30,6 +30,8 @@ def values_of(type_name: str, rows: np.ndarray) -> np.ndarray:
 class RowsFile:
     """Looks like an open model file with one matrix for each name."""
 
+    memory_tag = "weights"
+
     def __init__(self, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
         from types import SimpleNamespace
 

@@ -182,3 +182,36 @@ def test_norms_of_heads() -> None:
     q = q / np.sqrt((q * q).mean(axis=-1, keepdims=True) + 1e-5) * weights["q"]
     expected = rotated(q, 5 + np.arange(n), 128, "half")
     assert_close(launch.after[:, : shape.n_head * shape.head_dim], expected.reshape(n, -1), 1e-5)
+
+
+@pytest.mark.parametrize(("shape_name", "kv_type"), [("smollm", "f16"), ("23b", "f16"), ("23b", "q8_0")])
+def test_context_of_all_layers_at_once(shape_name: str, kv_type: str) -> None:
+    """Keys and values alone, both layers in a row: the bytes that each layer's own launch leaves."""
+    rig = make_rig(shape_name, kv_type, kv_type)
+    n, shape, device, rng = 6, rig.shape, rig.device, np.random.default_rng(5)
+    n_q, width = shape.n_head * shape.head_dim, 2 * shape.n_head_kv * shape.head_dim
+    kv = rng.standard_normal((8, 2, width)).astype(np.float32)
+    norms = rng.uniform(0.5, 2, (2, shape.head_dim)).astype(np.float32)
+    together, one_by_one = (Placed(rig, [make_call(rig, 61, n, 1)]) for _ in range(2))
+    angles = device.upload(angle_table(shape.head_dim))
+    layout, batch, _held = together.pack(step=True, bucket=8)
+    blocks = [device.upload(x) for x in (kv, norms)]
+    k_norm = HeadNorms(0, device.address(blocks[1]), 1e-5)
+    rig.attention.store_context(
+        device.address(blocks[0]), 2, DeviceBatch(layout, batch.address, 8), device.address(angles),
+        shape.head_dim, "half", k_norm,
+    )  # fmt: skip
+    assert_same_bits(device.download(blocks[0], np.float32), kv.reshape(-1), "keys and values in the input")
+    layout, batch, _held = one_by_one.pack(step=True, bucket=8)
+    for layer in range(2):
+        qkv = np.concatenate([np.ones((8, n_q), np.float32), kv[:, layer]], axis=1)
+        held = [device.upload(x) for x in (qkv, norms[layer])]
+        where = device.address(held[1])
+        rig.attention.rope_store(
+            layer, device.address(held[0]), DeviceBatch(layout, batch.address, 8), device.address(angles),
+            shape.head_dim, "half", HeadNorms(where, where, 1e-5),
+        )  # fmt: skip
+    for segment, (a, b) in enumerate(zip(together.blocks, one_by_one.blocks, strict=True)):
+        differing = np.flatnonzero(device.download(a) != device.download(b))
+        assert not len(differing), f"segment {segment}: {len(differing)} bytes, from {differing[:5].tolist()}"
+        assert (device.download(a) != together.images[segment]).any(), "nothing was stored"

@@ -236,6 +236,46 @@ ENTRIES(1, q8_1, Integers)
 ENTRIES(2, q8_2, Integers)
 ENTRIES(3, q8_3, Integers)
 
+// ----- rows of halves, picked
+
+// The eight numbers of a lane, of a row of halves that starts at a multiple of 8 bytes and is `width`, a multiple of four, long.
+DEVICE Eight load_halves(const half* row, int first, int width) {
+    Eight out;
+#pragma unroll
+    for (int hi = 0; hi < 2; ++hi) {
+        const int k = first + 32 * hi;
+        const uint2 four = k < width ? *reinterpret_cast<const uint2*>(row + k) : make_uint2(0, 0);
+        const half2 low = as_half2(four.x), high = as_half2(four.y);
+        out.v[4 * hi] = __low2float(low), out.v[4 * hi + 1] = __high2float(low);
+        out.v[4 * hi + 2] = __low2float(high), out.v[4 * hi + 3] = __high2float(high);
+    }
+    return out;
+}
+
+// Row source[i] of x as row i.
+template <int ROUNDS>
+DEVICE void prepare_taken(const half* x, const int* source, int stride, int width, const Prepared& to) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    pdl_wait();
+    pdl_launch();
+    const half* row = x + static_cast<u64>(source[blockIdx.x]) * stride;
+    Eight values[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) values[r] = load_halves(row, first_column(warp + r * n_warps, lane), width);
+    prepare(values, segments_of(width), to);
+}
+
+#define TAKEN_ENTRY(ROUNDS)                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024)                                                   \
+        prepare_taken_##ROUNDS(const half* x, const int* source, int stride, int width, Prepared to) {   \
+        prepare_taken<ROUNDS>(x, source, stride, width, to);                                             \
+    }
+
+TAKEN_ENTRY(1)
+TAKEN_ENTRY(2)
+TAKEN_ENTRY(3)
+TAKEN_ENTRY(4)
+
 // ----- what attention gives, gated
 
 // y * sigmoid(gate): D numbers of gates behind the D of each query in a row of qkv.

@@ -2,6 +2,7 @@
 //
 // Lane i of the warp has numbers i, i + 32, ... of the head, so a block of 32 is one number of every lane. Bytes are
 // those of the ggml reference quantiser; no product and sum is fused. With keys in tq3_0 queries are left rotated as they are.
+// Rows may hold the heads of several layers, one layer behind the other: blockIdx.z is the layer.
 #include "kv_tiles.cuh"
 #include "rotation.cuh"
 
@@ -21,7 +22,10 @@ struct RopeStore {
     const float* k_norm;
     u64 k_layer;
     u64 v_layer;
+    u64 k_step;  // bytes from one layer to the next
+    u64 v_step;
     int stride;
+    int width;   // numbers of a layer in a row
     int q_head;  // numbers from one query to the next: D, or 2 D with a gate behind each
     int n_head;
     int n_head_kv;
@@ -160,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore
     const int group = is_q ? 0 : head - a.n_head - (is_v ? a.n_head_kv : 0);
     const int dim = is_v ? a.value_dim : a.head_dim, n_blocks = dim / WARP;
     const int keys = a.n_head * a.q_head, values = keys + a.n_head_kv * a.head_dim;
-    float* source = a.qkv + static_cast<u64>(row) * a.stride +
+    float* source = a.qkv + static_cast<u64>(row) * a.stride + blockIdx.z * a.width +
                     (is_q ? head * a.q_head : is_v ? values + group * a.value_dim : keys + group * a.head_dim);
     float x[MOST_BLOCKS];
 #pragma unroll
@@ -176,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore
         const float scale = __fsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(square), static_cast<float>(dim)), a.eps));
 #pragma unroll
         for (int b = 0; b < MOST_BLOCKS; ++b)
-            if (b < n_blocks) x[b] = __fmul_rn(__fdiv_rn(x[b], scale), norm[b * WARP + lane]);
+            if (b < n_blocks) x[b] = __fmul_rn(__fdiv_rn(x[b], scale), norm[blockIdx.z * dim + b * WARP + lane]);
     }
     if (!is_v) {
         float* mine = heads[warp];
@@ -209,7 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(const RopeStore
     const u64 place = is_v ? a.write_v[row] : a.write_k[row];
     if (place == 0) return;
     const int type = is_v ? a.v_type : a.k_type;
-    u8* target = reinterpret_cast<u8*>(place + (is_v ? a.v_layer : a.k_layer)) + static_cast<u64>(group) * TILE * kv_row_bytes(type, dim);
+    const u64 layer = is_v ? a.v_layer + blockIdx.z * a.v_step : a.k_layer + blockIdx.z * a.k_step;
+    u8* target = reinterpret_cast<u8*>(place + layer) + static_cast<u64>(group) * TILE * kv_row_bytes(type, dim);
     if (type == KV_TQ3_0) {
 #pragma unroll
         for (int b = 0; b < MOST_BLOCKS; b += GROUP_BLOCKS)

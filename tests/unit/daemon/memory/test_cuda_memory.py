@@ -253,3 +253,15 @@ def test_a_capture_that_fails_ends() -> None:
         1 / 0  # noqa: B018
     memory.empty((MIB,), np.uint8)
     assert memory.cached == MIB
+
+
+def test_graphs_of_another_tag_have_other_places() -> None:
+    memory = make()
+    graphs, others = Graphs(memory), Graphs(memory)
+    first = graphs.capture()
+    with memory.capture_pool(others.drop, "draft"):
+        assert memory.empty((MIB,), np.uint8).address != first
+    assert graphs.capture() == first
+    assert (memory.live("scratch"), memory.live("draft")) == (MIB, MIB)
+    assert memory.retire() == 2 * MIB
+    assert (memory.live("scratch"), memory.live("draft")) == (0, 0)
