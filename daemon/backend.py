@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.candidates import Candidates, View
+from slotd.daemon.draft_rows import ContextRows, DraftBlock, Proposals
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.recurrent_storage import RecurrentStorage
 from slotd.daemon.memory import Ledger
@@ -21,6 +22,7 @@ from slotd.daemon.models.model import Interrupt
 from slotd.daemon.ops.interface import Ops
 from slotd.daemon.rows import Rows
 from slotd.daemon.weights.architectures import HyperParameters
+from slotd.daemon.weights.draft_file import DraftFile, DraftParameters
 from slotd.daemon.weights.reader import ModelFile
 
 Logits = npt.NDArray[np.float32]
@@ -121,6 +123,31 @@ class Runner(Protocol):
         ...
 
 
+class DraftRunner(Protocol):
+    """A loaded draft on its target's runner, whose calls keep their features while it lives.
+
+    It holds its weights. Every method may raise OutOfDeviceMemory.
+    """
+
+    @property
+    def block_size(self) -> int:
+        """Rows of the block it was made for: one more than the positions it looks ahead."""
+        ...
+
+    def extend_context(self, rows: ContextRows) -> None:
+        """Take committed rows of the target's last call into the context of their sequence."""
+        ...
+
+    def propose(
+        self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
+    ) -> Proposals:
+        """The `width` best tokens for each of the next `depth` positions behind each block's token.
+
+        temperature: what logits are divided by before their probabilities are worked out.
+        """
+        ...
+
+
 class Backend(Protocol):
     """One device and the way to compute on it.
 
@@ -163,6 +190,23 @@ class Backend(Protocol):
         Raises:
             ModelError: no code for the architecture, or for the type of a tensor.
             ConfigError: a promise that this machine cannot keep.
+            OutOfDeviceMemory: they do not fit.
+        """
+        ...
+
+    def draft_store(self, draft: DraftParameters) -> PageStorage:
+        """An empty store for the context of a draft.
+
+        Raises:
+            ModelError: its heads cannot be computed here.
+        """
+        ...
+
+    def load_draft(self, file: DraftFile, target: Runner, store: PageStorage, max_ctx: int) -> DraftRunner:
+        """Read the weights of a draft that fits the target; from now on calls of `target` keep features.
+
+        Raises:
+            ModelError: as `load_model`.
             OutOfDeviceMemory: they do not fit.
         """
         ...

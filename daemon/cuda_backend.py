@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from slotd.daemon.backend import Logits
+from slotd.daemon.backend import DraftRunner, Logits, Runner
 from slotd.daemon.cuda_runner import CudaRunner
 from slotd.daemon.kv.cuda_recurrent_store import CudaRecurrentStore
 from slotd.daemon.kv.cuda_store import CudaPageStore
@@ -24,7 +24,9 @@ from slotd.daemon.ops.cuda_ops import CudaOps
 from slotd.daemon.ops.cuda_pages import CudaPages
 from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.weights.architectures import HyperParameters
+from slotd.daemon.weights.draft_file import DraftFile, DraftParameters
 from slotd.daemon.weights.reader import ModelFile
+from slotd.protocol.errors import ModelError
 
 #: Seconds after which a thread of Python makes way for another: a busy one beside it must not hold up a step.
 SWITCH_INTERVAL = 1e-4
@@ -80,6 +82,12 @@ class CudaBackend:
         return CudaRunner(
             model, self.ops, self._attention, store, self.memory, self.stream, max_ctx, self._delta
         )
+
+    def draft_store(self, draft: DraftParameters) -> CudaPageStore:
+        raise ModelError("a draft is not supported on a CUDA device in this version (--device cpu runs it)")
+
+    def load_draft(self, file: DraftFile, target: Runner, store: PageStorage, max_ctx: int) -> DraftRunner:
+        raise ModelError("a draft is not supported on a CUDA device in this version (--device cpu runs it)")
 
     def keep_logits(self, logits: Logits) -> Logits:
         return logits.copy()

@@ -9,38 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.backend import Backend, Outputs, Runner
+from slotd.daemon.draft_rows import Proposals
+from slotd.daemon.drafting import Drafting
 from slotd.daemon.kv.host_arena import HostArena
 from slotd.daemon.kv.host_tier import HostTier
-from slotd.daemon.kv.page_storage import Place
+from slotd.daemon.kv.page_tables import extend, make_writable, place_of
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.slots import Slot, Slots
-from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.models.model import Interrupt
 from slotd.daemon.recurrence import Recurrence, checkpoints_in
 from slotd.daemon.row_checks import check_path, check_rows, row_counts
-from slotd.daemon.rows import Kind, Rows
+from slotd.daemon.rows import Kind, OpenRows, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.identity import file_stamp
 from slotd.daemon.weights.kv_formats import check_kv_formats
 from slotd.daemon.weights.reader import ModelFile, open_model
 from slotd.protocol.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """The open forward of a sequence: its rows are start .. start+n-1 of that call."""
-
-    start: int
-    tokens: npt.NDArray[np.int32]
-    parents: npt.NDArray[np.int32]  # counted in the call, as the path is
-    kind: Kind
 
 
 class Engine:
@@ -55,6 +46,8 @@ class Engine:
         host_cache: bytes of the host tier of slots, 0 = none.
         arena: the memory of the host tier; None: ordinary memory.
         checkpoint_every: see `recurrence.Recurrence`; matters to models with recurrent layers.
+        draft: the file of a draft; where it does not fit, `drafting.refusal` says why and there is none.
+        draft_ctx: positions that the draft sees of a sequence, at least.
 
     Raises:
         ConfigError: a K/V type that is unknown or does not fit the model's heads, or a promise of the backend
@@ -75,6 +68,8 @@ class Engine:
         host_cache: int = 0,
         arena: HostArena | None = None,
         checkpoint_every: int = 4096,
+        draft: Path | None = None,
+        draft_ctx: int = 2048,
     ) -> None:
         self.backend = backend
         self.k_type, self.v_type = k_type or backend.kv_type, v_type or backend.kv_type
@@ -95,8 +90,10 @@ class Engine:
         self.path = file.path
         self._stamp = file_stamp(file.path)
         self._loaded: Runner | None = backend.load_model(file, self.store, self.max_ctx)
+        self.drafting = Drafting(backend, draft, h, self.max_ctx, draft_ctx)
+        self.drafting.load(self._loaded)
         self._sequences: set[Sequence] = set()
-        self._open: dict[Sequence, _Open] = {}
+        self._open: dict[Sequence, OpenRows] = {}
 
     # ----- the weights
 
@@ -106,16 +103,20 @@ class Engine:
         return self._loaded is None
 
     def park(self) -> bool:
-        """Give the memory of the weights back; sequences and slots stay. False when they are away already."""
+        """Give the memory of the weights back, the draft's too; sequences and slots stay.
+
+        False when they are away already.
+        """
         if self._loaded is None:
             return False
         self._loaded = None
+        self.drafting.unload()
         self.memory.retire()
         self.memory.trim()
         return True
 
     def unpark(self) -> bool:
-        """Load the weights again. False when they are here.
+        """Load the weights again, and the draft if it fits. False when they are here.
 
         Raises:
             ModelError: the file is not the one that was loaded at start.
@@ -127,6 +128,7 @@ class Engine:
             if file.identity != self.identity or file_stamp(self.path) != self._stamp:
                 raise ModelError(f"{self.path}: the file has changed since the daemon started")
             self._loaded = self.backend.load_model(file, self.store, self.max_ctx)
+        self.drafting.load(self._loaded)
         return True
 
     @property
@@ -147,6 +149,7 @@ class Engine:
         """End a sequence; its pages go unless a slot or another sequence holds them."""
         self.drop(sequence)
         self._sequences.remove(sequence)
+        self.drafting.forget(sequence)
         self.store.pages.release(sequence.pages)
         sequence.pages, sequence.state, sequence.checkpoints = [], None, {}
 
@@ -161,7 +164,7 @@ class Engine:
         """
         self._known(sequence)
         with self.memory.within("prefill_build") if site is None else self.memory.site(site):
-            self._extend(sequence, n_tokens)
+            extend(self.store, sequence.pages, n_tokens)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget the open rows, if any."""
@@ -187,6 +190,7 @@ class Engine:
         keep = pages_for(length)
         self.store.pages.release(sequence.pages[keep:])
         del sequence.pages[keep:]
+        self.drafting.truncate(sequence, length)
 
     def fork(self, source: Sequence | Slot, length: int | None = None) -> Sequence:
         """A new sequence with the first `length` committed tokens of another, sharing its pages.
@@ -206,6 +210,7 @@ class Engine:
         sequence = self.open()
         sequence.tokens, sequence.pages = source.tokens[:length], pages
         sequence.state, sequence.checkpoints = state, checkpoints
+        self.drafting.fork(source, length, sequence)
         return sequence
 
     # ----- the one primitive
@@ -237,7 +242,7 @@ class Engine:
         start = 0
         for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
             inside = slice(start, start + n)
-            self._open[sequence] = _Open(start, rows.tokens[inside], rows.parents[inside], kind)
+            self._open[sequence] = OpenRows(start, rows.tokens[inside], rows.parents[inside], kind)
             sequence.open_rows = n
             start += n
         return outputs
@@ -261,9 +266,27 @@ class Engine:
         with self.memory.site("commit"):
             self._move(sequence, local)
         self.recurrence.commit(sequence, local)
+        length = len(sequence)
         sequence.tokens.extend(opened.tokens[local].tolist())
         self.drop(sequence)
+        self.drafting.commit(sequence, length, local + opened.start)
         self.recurrence.keep_checkpoint(sequence)
+
+    # ----- the draft
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft now; `drafting.refusal` says why one that was wanted is not there."""
+        return self.drafting.runs
+
+    def propose(
+        self, sequences: SequenceOf[Sequence], tokens: SequenceOf[int], depth: int, width: int,
+        temperature: float = 1.0,
+    ) -> Proposals | None:  # fmt: skip
+        """What the draft finds best behind the pending tokens of sequences; see `Drafting.propose`."""
+        for sequence in sequences:
+            self._known(sequence)
+        return self.drafting.propose(sequences, tokens, depth, width, temperature)
 
     # ----- slots
 
@@ -316,7 +339,8 @@ class Engine:
             kept = None if logits is None else self.keep_logits(logits)
         pages = sequence.pages[(kv_start or 0) // PAGE : pages_for(length)]
         self.store.settle()
-        return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start, state=state)
+        draft = None if borrow or kv_start is not None else self.drafting.keep(sequence, length)
+        return Slot(sequence.tokens[:length], tuple(pages), kept, kv_start, state=state, draft=draft)
 
     def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """A copy as a slot keeps it.
@@ -361,6 +385,9 @@ class Engine:
         owners = [*(sequence.pages for sequence in self._sequences), *(s.pages for s in self.slots.values())]
         for sequence in self._sequences:
             sequence.checkpoints = {}
+            self.drafting.forget(sequence)
+        for slot in self.slots.values():
+            slot.draft = None
         moves = self.store.compact(self.store.pages.owners_beside(owners))
         if moves:
             for sequence in self._sequences:
@@ -371,6 +398,7 @@ class Engine:
     def trim(self) -> int:
         """Give back segments without a used page and all cached blocks. Returns the bytes released."""
         self.store.trim()
+        self.drafting.trim()
         return self.memory.trim()
 
     def memory_report(self) -> dict[str, Any]:
@@ -395,48 +423,18 @@ class Engine:
             return self._runner.prompt(rows, x, interrupt)
 
     def _make_writable(self, rows: Rows) -> None:
-        """Every page that the rows go to is there, private, and zero behind the committed end."""
         for sequence, n in zip(rows.sequences, row_counts(rows), strict=True):
-            length, end = len(sequence), len(sequence) + n
-            self._extend(sequence, end)
-            for index in range(length // PAGE, pages_for(end)):
-                start = max(0, length - index * PAGE)
-                if self.store.pages.references(sequence.pages[index]) > 1:
-                    self._make_private(sequence, index, start)
-                self.store.prepare(sequence.pages[index], start, min(PAGE, end - index * PAGE))
-
-    def _make_private(self, sequence: Sequence, index: int, n: int) -> None:
-        """Replace a shared page of the page table by a copy of its first n places."""
-        shared = sequence.pages[index]
-        try:
-            (page,) = self.store.allocate(1)
-        except OutOfDeviceMemory:
-            if index == len(sequence.pages) - 1:
-                raise
-            page = sequence.pages.pop()  # admission reserves one page more than the tokens need
-        self.store.copy(shared, page, n)
-        sequence.pages[index] = page
-        self.store.pages.release([shared])
-
-    def _extend(self, sequence: Sequence, n_tokens: int) -> None:
-        missing = pages_for(n_tokens) - len(sequence.pages)
-        if missing > 0:
-            last = sequence.pages[-1] if sequence.pages else None
-            sequence.pages += self.store.allocate(missing, last)
+            make_writable(self.store, sequence.pages, len(sequence), len(sequence) + n)
 
     def _move(self, sequence: Sequence, local: npt.NDArray[np.int64]) -> None:
         length = len(sequence)
         moved = [(row, i) for i, row in enumerate(local.tolist()) if row != i]
         if moved:
             self.store.move(
-                [_place(sequence, length + row) for row, _ in moved],
-                [_place(sequence, length + i) for _, i in moved],
+                [place_of(sequence.pages, length + row) for row, _ in moved],
+                [place_of(sequence.pages, length + i) for _, i in moved],
             )
 
     def _known(self, sequence: Sequence) -> None:
         if sequence not in self._sequences:
             raise ValueError("not an open sequence of this engine")
-
-
-def _place(sequence: Sequence, place: int) -> Place:
-    return sequence.pages[place // PAGE], place % PAGE

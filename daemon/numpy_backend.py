@@ -9,20 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon import blas_threads
-from slotd.daemon.backend import HostOutputs, Outputs
+from slotd.daemon.backend import HostOutputs, Outputs, Runner
 from slotd.daemon.kv.batches import build_batch
 from slotd.daemon.kv.kv_shape import KvShape
 from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.recurrent_store import RecurrentStore
 from slotd.daemon.kv.store import PageStore
-from slotd.daemon.memory import DeviceMemory
+from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
+from slotd.daemon.models.dflash import DFlash
 from slotd.daemon.models.model import Interrupt, Model
 from slotd.daemon.models.registry import load_model
-from slotd.daemon.ops.batch import Array
+from slotd.daemon.numpy_draft import Features, NumpyDraft
+from slotd.daemon.ops.batch import Array, Batch
 from slotd.daemon.ops.blas import BlasThreads
 from slotd.daemon.ops.numpy_ops import BIG_WEIGHT, NumpyOps
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.weights.architectures import HyperParameters
+from slotd.daemon.weights.draft_file import DraftFile, DraftParameters, target_layers
 from slotd.daemon.weights.reader import ModelFile
 
 
@@ -58,6 +61,18 @@ class NumpyBackend:
             self._check_exact(model)
         return NumpyRunner(model, store, self.memory, self._threads)
 
+    def draft_store(self, draft: DraftParameters) -> PageStore:
+        return PageStore(self.memory, KvShape.of_draft(draft, self.kv_type), tag="draft")
+
+    def load_draft(self, file: DraftFile, target: Runner, store: PageStorage, max_ctx: int) -> NumpyDraft:
+        assert isinstance(target, NumpyRunner)
+        assert isinstance(store, PageStore)
+        model = DFlash(file, self.ops, target.model, max_ctx)
+        hyper = target.model.hyper
+        features = Features(self.memory, target_layers(file.parameters, hyper.n_layer), hyper.n_embd)
+        target.features = features
+        return NumpyDraft(model, store, self._threads, features)
+
     def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         kept = self.memory.empty(logits.shape, tag="snapshot")
         kept[...] = logits
@@ -82,7 +97,12 @@ class NumpyRunner:
         store: the pages.
         memory: the ledger.
         threads: of the BLAS.
+
+    Attributes:
+        features: what its calls leave for a draft; None: there is no draft.
     """
+
+    features: Features | None = None
 
     def __init__(self, model: Model, store: PageStore, memory: DeviceMemory, threads: BlasThreads) -> None:
         self.model = model
@@ -112,5 +132,18 @@ class NumpyRunner:
         # exp(-gate) may pass the largest float32 (silu is 0 then); values that are not finite show in the
         # logits, where the caller looks for them.
         with np.errstate(over="ignore", invalid="ignore"):
-            hidden = self.model.forward(x, batch, interrupt)
+            hidden = self._forward(rows, x, batch, interrupt)
             return HostOutputs(self.model.logits(hidden[wanted]), wanted)
+
+    def _forward(self, rows: Rows, x: Array, batch: Batch, interrupt: Interrupt | None) -> Array:
+        """With what a draft wants, and without it where that does not fit."""
+        features = self.features
+        if features is not None and features.begin(len(rows)):
+            try:
+                seen: Array = self.model.forward(x, batch, interrupt, features)
+                return seen
+            except OutOfDeviceMemory:
+                features.forget()
+                x = self.embed(rows)
+        hidden: Array = self.model.forward(x, batch, interrupt)
+        return hidden

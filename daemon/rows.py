@@ -122,3 +122,20 @@ class Rows:
             depths=np.concatenate([part.depths for part in parts]),
             logits=np.concatenate([part.logits for part in parts]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRows:
+    """The open forward of one sequence: its rows are start .. start+n-1 of the call.
+
+    Attributes:
+        start: first of them.
+        tokens: int32 [n].
+        parents: int32 [n], counted in the call, as a path is.
+        kind: of the call.
+    """
+
+    start: int
+    tokens: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
+    kind: Kind

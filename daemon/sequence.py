@@ -18,10 +18,11 @@ class Sequence:
         state: of the recurrent layers behind the committed end, as the backend keeps it; None: there are no
             such layers, or nothing was committed.
         checkpoints: length -> state behind so many tokens, which never changes; see `recurrence`.
+        draft: what the draft knows of it, see `drafting`; None: nothing.
         open_state: what the open forward leaves for a commit of these layers.
     """
 
-    __slots__ = ("checkpoints", "open_rows", "open_state", "pages", "state", "tokens")
+    __slots__ = ("checkpoints", "draft", "open_rows", "open_state", "pages", "state", "tokens")
 
     def __init__(self) -> None:
         self.tokens: array[int] = array("i")
@@ -29,6 +30,7 @@ class Sequence:
         self.open_rows = 0
         self.state: Any = None
         self.checkpoints: dict[int, Any] = {}
+        self.draft: Any = None
         self.open_state: Any = None
 
     def __len__(self) -> int:

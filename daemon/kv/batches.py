@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 import numpy.typing as npt
 
+from slotd.daemon.draft_rows import ContextRows, DraftBlock
 from slotd.daemon.kv.pages import PAGE, pages_for
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.ops.batch import Batch, Span
@@ -26,6 +29,38 @@ def build_batch(rows: Rows, store: PageStore) -> Batch:
         spans.append(_span(sequence, start, local, positions[start : start + n], store))
         start += n
     return Batch(rows.tokens, positions, tuple(spans))
+
+
+def context_batch(rows: ContextRows, store: PageStore) -> Batch:
+    """Where keys and values of a draft's context go; nothing is looked at."""
+    n = len(rows.rows)
+    positions = rows.position + np.arange(n, dtype=np.int64)
+    pieces = tuple(store.pieces(rows.pages, rows.place, n, 0))
+    return Batch(np.zeros(n, dtype=np.int32), positions, (Span(0, positions, (), pieces, 0, None),))
+
+
+def block_batch(
+    blocks: SequenceOf[DraftBlock], tokens: npt.NDArray[np.int32], n: int, store: PageStore,
+    *, causal: bool, window: int = 0,
+) -> Batch:  # fmt: skip
+    """Blocks of n rows each, behind the contexts of a draft; they have the pages for it.
+
+    Args:
+        tokens: of all rows.
+        causal: whether a row sees of its block only what is not behind it; else it sees all of it.
+        window: places of the context that are seen, the last ones; 0: all.
+    """
+    inside = np.arange(n, dtype=np.int64)
+    spans = []
+    for start, block in enumerate(blocks):
+        table = block.pages[: pages_for(block.length + n)]
+        last = block.length + (inside if causal else np.full(n, n - 1))
+        lowest = np.full(n, max(0, block.length - window)) if window else None
+        pieces = tuple(store.pieces(table, block.length, n, start * n))
+        runs = tuple(store.runs(table))
+        spans.append(Span(start * n, last, runs, pieces, len(table), None, lowest=lowest))
+    positions = np.concatenate([block.position + inside for block in blocks])
+    return Batch(tokens, positions, tuple(spans))
 
 
 def _span(

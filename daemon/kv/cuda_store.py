@@ -55,8 +55,8 @@ class CudaPageStore(PageStorage):
         copies: makes what moves the bytes.
     """
 
-    def __init__(self, copies: MakePageCopies, memory: Ledger, shape: KvShape) -> None:
-        super().__init__(memory, shape)
+    def __init__(self, copies: MakePageCopies, memory: Ledger, shape: KvShape, tag: str = "kv") -> None:
+        super().__init__(memory, shape, tag)
         self._copies = copies(memory, self.layout)
         self._segments: dict[int, Any] = {}
         self._tables: OrderedDict[int, tuple[list[int], Addresses]] = OrderedDict()

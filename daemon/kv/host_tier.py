@@ -191,6 +191,7 @@ class HostTier:
         copied = self.copy(slot, slot.logits, keep)
         pages, slot.pages = slot.pages, ()
         slot.host, slot.logits, slot.state = copied.host, copied.logits, copied.state
+        slot.draft = None  # it can be done without
         self._store.pages.release(pages)
 
     def promote(self, number: int) -> None:

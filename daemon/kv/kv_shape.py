@@ -8,6 +8,7 @@ from slotd.daemon.kv.element_types import KvType, kv_type
 from slotd.daemon.kv.pages import SEGMENT_PAGES
 from slotd.daemon.ops.page_layout import PageLayout
 from slotd.daemon.weights.architectures import HyperParameters
+from slotd.daemon.weights.draft_file import DraftParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,16 @@ class KvShape:
         return cls(
             n_layer, hyper.n_head_kv, hyper.head_dim, hyper.value_dim, kv_type(k_type), kv_type(v_type)
         )
+
+    @classmethod
+    def of_draft(cls, draft: DraftParameters, name: str) -> KvShape:
+        """That of a draft's context, in a type by name.
+
+        Raises:
+            ConfigError: not a K/V type.
+        """
+        kind = kv_type(name)
+        return cls(draft.n_layer, draft.n_head_kv, draft.head_dim, draft.value_dim, kind, kind)
 
     @property
     def layout(self) -> PageLayout:

@@ -55,15 +55,17 @@ class PageStorage(ABC):
     Args:
         memory: the ledger.
         shape: of the model's K/V.
+        tag: what they count as in the ledger.
 
     Attributes:
         pages: who holds which.
         layout: where the bytes of a page lie.
     """
 
-    def __init__(self, memory: Ledger, shape: KvShape) -> None:
+    def __init__(self, memory: Ledger, shape: KvShape, tag: str = "kv") -> None:
         self.pages = Pages()
         self._memory = memory
+        self._tag = tag
         self.layout = shape.layout
 
     @property
@@ -116,7 +118,7 @@ class PageStorage(ABC):
         return moves
 
     def _add_segment(self) -> int:
-        block = self._memory.empty((self.segment_bytes,), np.uint8, tag="kv")
+        block = self._memory.empty((self.segment_bytes,), np.uint8, tag=self._tag)
         number = self.pages.add_segment()
         self._put_segment(number, block)
         return number
@@ -146,7 +148,7 @@ class PageStorage(ABC):
 
     def capacity(self) -> int:
         """Tokens that the pages could hold if nothing but the weights took memory."""
-        free = self._memory.total - self._memory.live("weights")
+        free = self._memory.total - self._memory.live("weights") - self._memory.live("draft")
         return max(0, free // self.segment_bytes) * SEGMENT_PAGES * PAGE
 
     def has_room(self, n: int) -> bool:

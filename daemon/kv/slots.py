@@ -41,6 +41,7 @@ class Slot:
         content_hash: see `slot_hash`; None until somebody has asked.
         state: of the recurrent layers behind the last token: as the backend keeps it while the pages are on
             the device, uint8 [state bytes] in host memory; None on disk, and for models without such layers.
+        draft: what the draft knows of it, see `drafting`; None: nothing. Only while it is on the device.
     """
 
     tokens: array[int]
@@ -52,6 +53,7 @@ class Slot:
     last_used: float = 0.0
     content_hash: str | None = None
     state: Any = None
+    draft: Any = None
 
     @property
     def kind(self) -> str:

@@ -39,8 +39,8 @@ class Segment:
 class PageStore(PageStorage):
     """Pages in host memory; see `PageStorage`."""
 
-    def __init__(self, memory: Ledger, shape: KvShape) -> None:
-        super().__init__(memory, shape)
+    def __init__(self, memory: Ledger, shape: KvShape, tag: str = "kv") -> None:
+        super().__init__(memory, shape, tag)
         self._segments: dict[int, Segment] = {}
         rows, k_type, v_type = (
             (shape.n_layer, SEGMENT_PAGES, shape.n_head_kv, PAGE),

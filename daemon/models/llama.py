@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slotd.daemon.models.decoder import Decoder, block_weights
-from slotd.daemon.models.model import Interrupt, Interrupted
+from slotd.daemon.models.model import Interrupt, Interrupted, Taps
 from slotd.daemon.ops.interface import Array, CallBatch, HeadNorms, Matrix, Ops, RopeStyle
 from slotd.daemon.weights.reader import ModelFile
 
@@ -42,7 +42,9 @@ class Llama(Decoder[Ops, Layer]):
         """Llama has none."""
         return None
 
-    def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
+    def forward(
+        self, x: Array, batch: CallBatch, interrupt: Interrupt | None, taps: Taps | None = None
+    ) -> Array:
         ops, eps, scale = self.ops, self.hyper.rms_eps, self.hyper.head_dim**-0.5
         for i, layer in enumerate(self.layers):
             if interrupt is not None and interrupt():
@@ -52,6 +54,8 @@ class Llama(Decoder[Ops, Layer]):
             ops.add_linear(x, ops.attend(i, q, batch, scale), layer.attn_output)
             gate_up = ops.norm_linear(x, layer.ffn_norm, eps, layer.ffn_gate_up)
             ops.add_swiglu_linear(x, gate_up, layer.ffn_down)
+            if taps is not None:
+                taps.after(i, x)
         return x
 
     def linear_weights(self) -> Iterable[Matrix]:

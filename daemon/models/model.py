@@ -17,6 +17,14 @@ class Interrupted(SlotdError):
     """A call was given up between two layers, because its interrupt said so."""
 
 
+class Taps(Protocol):
+    """Looks at the residual stream on its way through a model."""
+
+    def after(self, layer: int, x: Array) -> None:
+        """Called behind each layer; what is to be kept of x, [n, n_embd], has to be copied."""
+        ...
+
+
 class Model(Protocol):
     """One architecture, loaded."""
 
@@ -25,11 +33,18 @@ class Model(Protocol):
         """Of the file it was read from."""
         ...
 
+    @property
+    def output(self) -> Matrix:
+        """The matrix of the output head, [n_vocab, n_embd]."""
+        ...
+
     def embed(self, tokens: Tokens) -> Array:
         """[n] -> residual stream before the first layer, [n, n_embd]."""
         ...
 
-    def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
+    def forward(
+        self, x: Array, batch: CallBatch, interrupt: Interrupt | None, taps: Taps | None = None
+    ) -> Array:
         """Residual stream behind the last layer, [n, n_embd]. Uses up x; writes K/V of the rows.
 
         Raises:

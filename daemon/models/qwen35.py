@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slotd.daemon.models.decoder import Decoder, block_weights
-from slotd.daemon.models.model import Interrupt, Interrupted
+from slotd.daemon.models.model import Interrupt, Interrupted, Taps
 from slotd.daemon.ops.interface import (
     Array,
     CallBatch,
@@ -78,7 +78,9 @@ class Qwen35(Decoder[HybridOps, Layer]):
             attn_output=ops.matrix(file, *block_weights(i, "attn_output")),
         )
 
-    def forward(self, x: Array, batch: CallBatch, interrupt: Interrupt | None) -> Array:
+    def forward(
+        self, x: Array, batch: CallBatch, interrupt: Interrupt | None, taps: Taps | None = None
+    ) -> Array:
         ops, eps = self.ops, self.hyper.rms_eps
         n_attention = n_delta = 0
         for i, layer in enumerate(self.layers):
@@ -94,6 +96,8 @@ class Qwen35(Decoder[HybridOps, Layer]):
                 n_delta += 1
             gate_up = ops.norm_linear(x, layer.post_attention_norm, eps, layer.ffn_gate_up)
             ops.add_swiglu_linear(x, gate_up, layer.ffn_down)
+            if taps is not None:
+                taps.after(i, x)
         return x
 
     def attend(self, x: Array, layer: Layer, mixer: Attention, number: int, batch: CallBatch) -> None:

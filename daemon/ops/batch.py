@@ -64,7 +64,7 @@ class Span:
 
     Attributes:
         start: its first row in the call.
-        positions: int64 [n], position of each row.
+        positions: int64 [n], the last place that each row sees: its own position where places are positions.
         runs: tiles of all its places, committed and of this call, in order.
         pieces: where K/V of the rows are written.
         shared: tiles that all rows read where they lie; they hold no place that a row must not see, save
@@ -73,6 +73,7 @@ class Span:
             the shared tiles the place that holds it, counted from the first place behind the shared tiles.
             Position C + i (C = committed length) is the row's ancestor at depth i.
         recurrent: for models with recurrent layers.
+        lowest: int64 [n], the first place that each row sees; None: the first there is.
     """
 
     start: int
@@ -82,6 +83,7 @@ class Span:
     shared: int
     tail: npt.NDArray[np.int64] | None
     recurrent: RecurrentSpan | None = None
+    lowest: npt.NDArray[np.int64] | None = None
 
     def tiles(self, first: int, stop: int) -> Iterator[tuple[int, int, Run, slice]]:
         """Runs that cover tiles first..stop-1: (tile, tile behind, run, its tiles of them)."""
@@ -97,7 +99,7 @@ class Batch:
 
     Attributes:
         tokens: int32 [n].
-        positions: int64 [n].
+        positions: int64 [n], what rows are rotated for.
         spans: the rows of each sequence, in call order.
         plans: what a backend works out once for the call and uses in every layer; empty at first.
     """

@@ -25,7 +25,7 @@ from slotd.daemon.ops.cuda_rows import RowKind, Rows, multiply, row_kind
 from slotd.daemon.ops.cuda_unpack import Cublas
 from slotd.daemon.ops.cuda_weights import Matrix, WeightLoader
 from slotd.daemon.ops.interface import DeltaWeights, HeadNorms, Heads, RopeStyle
-from slotd.daemon.weights.reader import ModelFile
+from slotd.daemon.weights.reader import GgufFile
 
 #: Positions whose angles are worked out at a time.
 ROPE_BLOCK = 16384
@@ -80,14 +80,14 @@ class CudaOps:
 
     # ----- weights
 
-    def matrix(self, file: ModelFile, *names: str) -> Matrix:
+    def matrix(self, file: GgufFile, *names: str) -> Matrix:
         if self._loader is None:
             self._loader = WeightLoader(self.memory)
         return self._loader.matrix(file, *names)
 
-    def vector(self, file: ModelFile, name: str) -> Any:
-        values = file.dequantise(name)
-        vector = self.memory.empty(values.shape, np.float32, tag="weights")
+    def vector(self, file: GgufFile, *names: str) -> Any:
+        values = np.concatenate([file.dequantise(name) for name in names])
+        vector = self.memory.empty(values.shape, np.float32, tag=file.memory_tag)
         vector.set(values)
         return vector
 

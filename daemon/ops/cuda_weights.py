@@ -168,8 +168,8 @@ class WeightLoader:
         segments, tiles = -(-n_in // TILE_COLUMNS), -(-n_rows // TILE_ROWS)
         part = MatrixPart(
             form,
-            self._memory.empty((tiles * segments * form.tile_bytes,), np.uint8, tag="weights"),
-            self._memory.empty((tiles * TILE_ROWS,), np.float32, tag="weights"),
+            self._memory.empty((tiles * segments * form.tile_bytes,), np.uint8, tag=file.memory_tag),
+            self._memory.empty((tiles * TILE_ROWS,), np.float32, tag=file.memory_tag),
             first,
             n_rows,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from slotd.daemon.weights.delta_net import DeltaNet
-from slotd.daemon.weights.reader import ModelFile
+from slotd.daemon.weights.reader import GgufFile
 
 #: A float32 array of the backend.
 Array = Any
@@ -53,7 +53,12 @@ class Heads:
     @property
     def row(self) -> int:
         """Numbers in a row of `qkv`."""
-        return self.queries + self.n_head_kv * (self.head_dim + self.value_dim)
+        return self.queries + self.kv_row
+
+    @property
+    def kv_row(self) -> int:
+        """Numbers of keys and values in it."""
+        return self.n_head_kv * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +98,12 @@ class Ops(Protocol):
         """How many threads may read weights at once."""
         ...
 
-    def matrix(self, file: ModelFile, *names: str) -> Matrix:
+    def matrix(self, file: GgufFile, *names: str) -> Matrix:
         """Tensors [n_out, n_in] of the file, one below the other, as a weight."""
         ...
 
-    def vector(self, file: ModelFile, name: str) -> Array:
-        """A small tensor of the file as plain float32, dimensions in numpy order."""
+    def vector(self, file: GgufFile, *names: str) -> Array:
+        """Small tensors of the file as plain float32, dimensions in numpy order, one behind the other."""
         ...
 
     def rope_table(self, base: float, dims: int, divisors: Array | None, max_ctx: int) -> RopeTable:
@@ -144,6 +149,29 @@ class Ops(Protocol):
 
     def logits(self, x: Array, norm: Array, eps: float, weight: Matrix) -> Array:
         """As `norm_linear`, of the last layer's output: [m, n_embd] -> [m, n_vocab]."""
+        ...
+
+
+class DraftOps(Ops, Protocol):
+    """What a DFlash draft needs beside.
+
+    The rows of its blocks see more than what stands before them: what a row sees, the place it is written to
+    and the position it is rotated for are three things, and the batch says each of them.
+    """
+
+    def linear(self, x: Array, weight: Matrix) -> Array:
+        """x weight^T. x [n, n_in] -> [n, n_out]."""
+        ...
+
+    def store_context(
+        self, kv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: CallBatch, k_norm: Array,
+        eps: float,
+    ) -> None:  # fmt: skip
+        """Norm and rotate the keys of rows, store keys and values of every layer at the rows' places.
+
+        kv [n, n_layer * heads.kv_row], for each layer G keys of D and G values of E, used up. k_norm
+        [n_layer * D]: weights of an RMS norm over each key head, layer by layer.
+        """
         ...
 
 

@@ -81,7 +81,8 @@ def _row_blocks(span: Span, n_head: int) -> Iterator[slice]:
         row_bytes = n_head * (position // TILE + 2) * TILE * FLOAT32.itemsize
         most = max(1, min(TILE, SCORE_BYTES // row_bytes))
         if span.tail is None:
-            most = min(most, TILE - position % TILE)
+            of_tile = span.positions[start : start + most] // TILE == position // TILE
+            most = len(of_tile) if of_tile.all() else int(np.argmin(of_tile))
         yield slice(start, min(n, start + most))
         start += most
 
@@ -93,14 +94,19 @@ def _plan_block(span: Span, rows: slice, exact: bool, n_head: int) -> Block:
     n_tiles = int(positions.max()) // TILE + 1
     shared = n_tiles if span.tail is None else span.shared
     seen_by_all = (int(positions.min()) + 1) // TILE
+    if span.lowest is not None:
+        seen_by_all = 0
     columns = np.arange(seen_by_all * TILE, n_tiles * TILE).reshape(-1, 1, 1, 1, TILE)
+    hidden = columns > positions[:, None, None, None]
+    if span.lowest is not None:
+        hidden |= columns < span.lowest[rows, None, None, None]
     return Block(
         rows=slice(span.start + rows.start, span.start + rows.stop),
         products=(n, n_group, per_group) if exact else (1, n_group, n * per_group),
         per_group=per_group,
         n_tiles=n_tiles,
         shared=list(span.tiles(0, shared)),
-        hidden=columns > positions[:, None, None, None],
+        hidden=hidden,
         gathered=[] if span.tail is None else list(span.tiles(shared, END)),
         tail=None if span.tail is None else span.tail[rows, : (n_tiles - shared) * TILE],
     )

@@ -20,7 +20,7 @@ from slotd.daemon.ops.numpy_delta_net import delta_net, gated_norm
 from slotd.daemon.ops.rope import RopeTable
 from slotd.daemon.ops.rotation import rotate, rotate_back
 from slotd.daemon.ops.tq3_blocks import is_rotated
-from slotd.daemon.weights.reader import ModelFile
+from slotd.daemon.weights.reader import GgufFile
 from slotd.protocol.errors import ConfigError
 
 #: Exact mode: weights of this many elements are multiplied whole. OpenBLAS has special kernels for products
@@ -57,23 +57,37 @@ class NumpyOps:
     def loaders(self) -> int:
         return 2
 
-    def matrix(self, file: ModelFile, *names: str) -> Array:
+    def matrix(self, file: GgufFile, *names: str) -> Array:
         shapes = [file.header.tensors[name].shape for name in names]
         rows = [shape[-1] for shape in shapes]
-        out = self.memory.empty((sum(rows), *shapes[0][:-1]), tag="weights")
+        out = self.memory.empty((sum(rows), *shapes[0][:-1]), tag=file.memory_tag)
         first = 0
         for name, n in zip(names, rows, strict=True):
             out[first : first + n] = file.dequantise(name)
             first += n
         return out
 
-    def vector(self, file: ModelFile, name: str) -> Array:
-        return self.matrix(file, name)
+    def vector(self, file: GgufFile, *names: str) -> Array:
+        return self.matrix(file, *names)
 
     def rope_table(self, base: float, dims: int, divisors: Array | None, max_ctx: int) -> RopeTable:
         return RopeTable(self.memory, base, dims, divisors)  # it grows with the positions that are used
 
     # ----- what models are written with
+
+    def linear(self, x: Array, weight: Array) -> Array:
+        n, n_in = x.shape
+        n_out = len(weight)
+        if not self.exact or (weight.size >= BIG_WEIGHT and n >= LEAST_ROWS):
+            return np.matmul(x, weight.T, out=self._like((n, n_out)))
+        block = LEAST_ROWS if weight.size >= BIG_WEIGHT else BLOCK_ROWS
+        blocks = -(-n // block)
+        padded = self._like((blocks * block, n_in))
+        padded[:n] = x
+        padded[n:] = 0
+        y = self._like((blocks * block, n_out))
+        np.matmul(padded.reshape(blocks, block, n_in), weight.T, out=y.reshape(blocks, block, n_out))
+        return y[:n]
 
     def norm_linear(self, x: Array, norm: Array, eps: float, weight: Array) -> Array:
         return self.linear(self.rms_norm(x, norm, eps), weight)
@@ -102,13 +116,25 @@ class NumpyOps:
         if norms is not None:
             q[...] = self.rms_norm(q, norms.q, norms.eps)
             k[...] = self.rms_norm(k, norms.k, norms.eps)
-        rotations = batch.plans.get(rope)
-        if rotations is None:
-            rotations = batch.plans[rope] = rope.at(batch.positions)
+        rotations = _rotations(rope, batch)
         self.rope(q, rotations, style)
         self.rope(k, rotations, style)
         self.kv_write(layer, k, v, batch)
         return q
+
+    def store_context(
+        self, kv: Array, heads: Heads, rope: RopeTable, style: RopeStyle, batch: Batch, k_norm: Array,
+        eps: float,
+    ) -> None:  # fmt: skip
+        n_keys, row = heads.n_head_kv * heads.head_dim, heads.kv_row
+        rotations = _rotations(rope, batch)
+        for layer, norm in enumerate(k_norm.reshape(-1, heads.head_dim)):
+            of_layer = kv[:, layer * row : (layer + 1) * row]
+            k = of_layer[:, :n_keys].reshape(len(kv), heads.n_head_kv, heads.head_dim)
+            v = of_layer[:, n_keys:].reshape(len(kv), heads.n_head_kv, heads.value_dim)
+            k = self.rms_norm(k, norm, eps)
+            self.rope(k, rotations, style)
+            self.kv_write(layer, k, v, batch)
 
     def delta_net(self, layer: int, projected: Array, weights: DeltaWeights, batch: Batch) -> Array:
         return delta_net(self.memory, layer, projected, weights, batch)
@@ -131,20 +157,6 @@ class NumpyOps:
         np.sqrt(scale, out=scale)
         np.divide(x, scale, out=y)
         return np.multiply(y, weight, out=y)
-
-    def linear(self, x: Array, weight: Array) -> Array:
-        n, n_in = x.shape
-        n_out = len(weight)
-        if not self.exact or (weight.size >= BIG_WEIGHT and n >= LEAST_ROWS):
-            return np.matmul(x, weight.T, out=self._like((n, n_out)))
-        block = LEAST_ROWS if weight.size >= BIG_WEIGHT else BLOCK_ROWS
-        blocks = -(-n // block)
-        padded = self._like((blocks * block, n_in))
-        padded[:n] = x
-        padded[n:] = 0
-        y = self._like((blocks * block, n_out))
-        np.matmul(padded.reshape(blocks, block, n_in), weight.T, out=y.reshape(blocks, block, n_out))
-        return y[:n]
 
     def rope(self, x: Array, rotations: Array, style: RopeStyle) -> None:
         dims = 2 * rotations.shape[-1]
@@ -221,6 +233,14 @@ class NumpyOps:
 def _queries(qkv: Array, heads: Heads) -> Array:
     """The queries [n, H, D], or [n, H, 2 D] with their gates, as a view."""
     return qkv[:, : heads.queries].reshape(len(qkv), heads.n_head, -1)
+
+
+def _rotations(rope: RopeTable, batch: Batch) -> Array:
+    """cos + i sin of the rows' positions, worked out once for a call."""
+    rotations = batch.plans.get(rope)
+    if rotations is None:
+        rotations = batch.plans[rope] = rope.at(batch.positions)
+    return rotations
 
 
 def blas_name() -> str:

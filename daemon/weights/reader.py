@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ class GgufFile:
         path: where it lies.
         header: metadata and tensor table.
     """
+
+    #: What its weights count as in the ledger of the device.
+    memory_tag: ClassVar[str] = "weights"
 
     def __init__(self, path: Path, data: mmap.mmap, header: Header) -> None:
         self.path = path
@@ -154,12 +157,12 @@ def check_model(file: GgufFile) -> HyperParameters:
     hyper = read_hyper_parameters(file.header)
     check_tensors(file.header, hyper)
     names = expected_tensors(hyper)
-    _check_types(file, names)
-    _check_vectors(file, names)
+    check_types(file, names)
+    check_vectors(file, names)
     return hyper
 
 
-def _check_types(file: GgufFile, names: Iterable[str]) -> None:
+def check_types(file: GgufFile, names: Iterable[str]) -> None:
     """Raises ModelError when a tensor is of a type that cannot be turned into float32."""
     for name in names:
         if not can_dequantise(file.block_type(name)):
@@ -167,7 +170,7 @@ def _check_types(file: GgufFile, names: Iterable[str]) -> None:
             raise ModelError(f"{file.path}: tensor {name} has type {kind}, which cannot be dequantised")
 
 
-def _check_vectors(file: GgufFile, names: Iterable[str]) -> None:
+def check_vectors(file: GgufFile, names: Iterable[str]) -> None:
     """Raises ModelError when a vector (norm weights, rope divisors) has a NaN or an infinity in it."""
     for name in names:
         if len(file.header.tensors[name].shape) > 1:

@@ -45,9 +45,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     + ("decoding", "drafts", "speculation", "walk"),
     ("smallest_request",),
     ("engine",),
-    ("recurrence",),
+    ("drafting", "recurrence"),
     ("device_backend",),
     ("numpy_backend", "cuda_backend"),
+    ("numpy_draft",),
     ("cuda_runner",),
     ("cuda_steps",),
     ("backend",),
@@ -57,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_process", "engine_life", "in_flight", "slots_seen"),
     ("link_wire", "shared_state"),
     ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
-    + ("candidates", "idle_unload", "spec", "state_file", "totals"),
+    + ("candidates", "draft_rows", "drafters", "idle_unload", "spec", "state_file", "totals"),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.

@@ -1,0 +1,263 @@
+"""The engine's rules for a draft: what it knows of each sequence, and that everything goes on without it.
+
+The draft's context of a sequence is the stretch of committed positions start .. length-1 whose features it
+has taken in, as keys and values in pages of its own: position p lies at place p - start. It grows with each
+commit; in front it is cut page by page so that no more than a window remains. It follows forks, truncations
+and slots in the device; a slot that went elsewhere comes back without, and the context then starts with what
+is committed next. The same happens when memory runs out in anything of the draft.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from slotd.daemon.backend import Backend, DraftRunner, Runner
+from slotd.daemon.draft_rows import ContextRows, DraftBlock, Proposals
+from slotd.daemon.kv.page_storage import PageStorage
+from slotd.daemon.kv.page_tables import make_writable
+from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.kv.slots import Slot
+from slotd.daemon.memory import OutOfDeviceMemory
+from slotd.daemon.sequence import Sequence
+from slotd.daemon.weights.architectures import HyperParameters
+from slotd.daemon.weights.draft_file import DraftFile, check_fit, open_draft
+from slotd.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class DraftContext:
+    """Of a sequence.
+
+    Attributes:
+        start: first position that is known.
+        end: the position behind the last one.
+        pages: position p lies at place p - start.
+    """
+
+    start: int
+    end: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class KeptContext:
+    """Of a slot; its pages are let go when nobody holds it any more."""
+
+    start: int
+    end: int
+    pages: tuple[int, ...]
+
+
+class Drafting:
+    """The draft of an engine.
+
+    Args:
+        backend: computes it.
+        path: its file; None: there is none.
+        target: hyper-parameters of the target.
+        max_ctx: most positions of a sequence.
+        window: positions of a context that are kept, at least; up to a page more are.
+
+    Attributes:
+        refusal: why there is no draft though there is a file; None: there is one, or none was wanted.
+    """
+
+    def __init__(
+        self, backend: Backend, path: Path | None, target: HyperParameters, max_ctx: int, window: int
+    ) -> None:
+        self.refusal: str | None = None
+        self._backend, self._memory, self._path = backend, backend.memory, path
+        self._target, self._max_ctx, self._window = target, max_ctx, window
+        self._identity: str | None = None
+        self._store: PageStorage | None = None
+        self._runner: DraftRunner | None = None
+        # Pages of slots that are gone. Another thread may have held the last reference to one.
+        self._left: deque[tuple[int, ...]] = deque()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the draft is loaded."""
+        return self._runner is not None
+
+    @property
+    def block_size(self) -> int:
+        """Rows of the block that the draft was made for; 0 without one."""
+        return 0 if self._runner is None else self._runner.block_size
+
+    # ----- the weights
+
+    def load(self, runner: Runner) -> None:
+        """Load the draft for a target that was just loaded, at site draft_load.
+
+        Where that cannot be, `refusal` says why, and there is none.
+        """
+        if self._path is None:
+            return
+        try:
+            with self._memory.site("draft_load"), open_draft(self._path) as file:
+                self._load(file, runner)
+            self.refusal = None
+        except (ModelError, OutOfDeviceMemory) as error:
+            self.refusal = str(error)
+            log.warning("there is no draft: %s", error)
+
+    def _load(self, file: DraftFile, runner: Runner) -> None:
+        check_fit(file, self._target)
+        if self._identity not in (None, file.identity):
+            raise ModelError(f"{file.path}: the file has changed since the daemon started")
+        if self._store is None:
+            self._store = self._backend.draft_store(file.parameters)
+        self._runner = self._backend.load_draft(file, runner, self._store, self._max_ctx)
+        self._identity = file.identity
+
+    def unload(self) -> None:
+        """Let the weights go. Contexts stay."""
+        self._runner = None
+
+    # ----- sequences
+
+    def commit(self, sequence: Sequence, length: int, rows: npt.NDArray[np.int64]) -> None:
+        """Rows of the target's last call were committed behind `length` tokens: they become context."""
+        if self._runner is None or self._store is None or not len(rows):
+            return
+        try:
+            with self._memory.within("draft"):
+                self._extend(self._runner, self._store, sequence, length, rows)
+        except OutOfDeviceMemory as error:
+            log.warning("the draft forgets a sequence: %s", error)
+            self.forget(sequence)
+
+    def _extend(
+        self, runner: DraftRunner, store: PageStorage, sequence: Sequence, length: int,
+        rows: npt.NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        self._release_left()
+        end = length + len(rows)
+        context = self._context(sequence, length)
+        self._cut_front(sequence, end - self._window)
+        if context.start > length:  # what is behind the window is not even computed
+            rows = rows[context.start - length :]
+            length = context.start
+        place = length - context.start
+        make_writable(store, context.pages, place, place + len(rows))
+        runner.extend_context(ContextRows(context.pages, place, length, rows))
+        context.end = end
+
+    def _context(self, sequence: Sequence, length: int) -> DraftContext:
+        """The context of a sequence of this length; a new one where it has none that reaches so far."""
+        context = sequence.draft
+        if context is not None and context.end == length:
+            found: DraftContext = context
+            return found
+        self.forget(sequence)
+        sequence.draft = context = DraftContext(length, length, [])
+        return context
+
+    def _cut_front(self, sequence: Sequence, least: int) -> None:
+        """Let pages go whose positions are all below `least`."""
+        context = sequence.draft
+        n = (least - context.start) // PAGE
+        if n <= 0 or self._store is None:
+            return
+        self._store.pages.release(context.pages[:n])
+        del context.pages[:n]
+        context.start += n * PAGE
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """The sequence has `length` tokens now and no room reserved."""
+        context = sequence.draft
+        if context is None or self._store is None:
+            return
+        if length <= context.start:
+            self.forget(sequence)
+            return
+        context.end = min(context.end, length)
+        keep = pages_for(context.end - context.start)
+        self._store.pages.release(context.pages[keep:])
+        del context.pages[keep:]
+
+    def fork(self, source: Sequence | Slot, length: int, sequence: Sequence) -> None:
+        """A new sequence has the first `length` tokens of another one, or of a slot."""
+        kept = self._shared(source, length)
+        if kept is not None:
+            sequence.draft = DraftContext(kept.start, kept.end, list(kept.pages))
+
+    def keep(self, sequence: Sequence, length: int) -> KeptContext | None:
+        """What a slot of the first `length` tokens keeps of the context."""
+        kept = self._shared(sequence, length)
+        if kept is not None:
+            weakref.finalize(kept, self._left.append, kept.pages).atexit = False
+        return kept
+
+    def _shared(self, source: Sequence | Slot, length: int) -> KeptContext | None:
+        context = source.draft
+        if context is None or self._store is None or not context.start < length <= context.end:
+            return None
+        pages = tuple(context.pages[: pages_for(length - context.start)])
+        self._store.pages.share(pages)
+        return KeptContext(context.start, length, pages)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The context of a sequence goes."""
+        if sequence.draft is not None and self._store is not None:
+            self._store.pages.release(sequence.draft.pages)
+        sequence.draft = None
+
+    def trim(self) -> None:
+        """Give back what no context is in."""
+        if self._store is not None:
+            self._release_left()
+            self._store.trim()
+
+    def _release_left(self) -> None:
+        while self._left and self._store is not None:
+            self._store.pages.release(self._left.popleft())
+
+    # ----- proposals
+
+    def propose(
+        self, sequences: SequenceOf[Sequence], tokens: SequenceOf[int], depth: int, width: int,
+        temperature: float = 1.0,
+    ) -> Proposals | None:  # fmt: skip
+        """What the draft finds best for the `depth` positions behind the pending tokens of sequences.
+
+        None: there is no draft, or no memory for it (site draft); it has forgotten these sequences then.
+
+        Args:
+            tokens: of each sequence the one that is chosen and not computed yet.
+            depth: at least 1, below `block_size`.
+            width: how many tokens of each position.
+            temperature: what logits are divided by before their probabilities are worked out.
+        """
+        runner, store = self._runner, self._store
+        if runner is None or store is None:
+            return None
+        if not 1 <= depth < runner.block_size:
+            raise ValueError(f"a depth of {depth} with blocks of {runner.block_size}")
+        try:
+            with self._memory.site("draft"):
+                blocks = [self._block(store, s, t, depth) for s, t in zip(sequences, tokens, strict=True)]
+                return runner.propose(blocks, depth, width, temperature)
+        except OutOfDeviceMemory as error:
+            log.warning("no draft for this step: %s", error)
+            for sequence in sequences:
+                self.forget(sequence)
+            return None
+
+    def _block(self, store: PageStorage, sequence: Sequence, token: int, depth: int) -> DraftBlock:
+        self._release_left()
+        position = len(sequence)
+        context = self._context(sequence, position)
+        length = position - context.start
+        make_writable(store, context.pages, length, length + depth + 1)
+        return DraftBlock(context.pages, length, position, token)

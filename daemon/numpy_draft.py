@@ -1,0 +1,101 @@
+"""A DFlash draft on the NumPy backend, and what the target's runner keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from slotd.daemon.draft_rows import ContextRows, DraftBlock, Proposals
+from slotd.daemon.kv.batches import block_batch, context_batch
+from slotd.daemon.kv.store import PageStore
+from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
+from slotd.daemon.models.dflash import DFlash
+from slotd.daemon.ops.batch import Array
+from slotd.daemon.ops.blas import BlasThreads
+from slotd.daemon.ops.top_logprobs import top_logprobs
+
+
+class Features:
+    """The features of one call of the target: its `model.Taps`.
+
+    Args:
+        memory: the ledger.
+        layers: whose outputs, in this order.
+        n_embd: width of each.
+    """
+
+    def __init__(self, memory: DeviceMemory, layers: SequenceOf[int], n_embd: int) -> None:
+        self._memory = memory
+        self._columns = {layer: slice(i * n_embd, (i + 1) * n_embd) for i, layer in enumerate(layers)}
+        self._width = len(layers) * n_embd
+        self._rows: Array | None = None
+
+    def begin(self, n: int) -> bool:
+        """A call of n rows begins; whether there is room for what they leave."""
+        self.forget()
+        try:
+            self._rows = self._memory.empty((n, self._width), tag="draft")
+        except OutOfDeviceMemory:
+            return False
+        return True
+
+    def forget(self) -> None:
+        """There are none."""
+        self._rows = None
+
+    def after(self, layer: int, x: Array) -> None:
+        if self._rows is not None and layer in self._columns:
+            self._rows[:, self._columns[layer]] = x
+
+    def rows(self, index: Array) -> Array:
+        """float32 [m, layers * n_embd], of rows of the call.
+
+        Raises:
+            OutOfDeviceMemory: there was no room for them.
+        """
+        if self._rows is None:
+            raise OutOfDeviceMemory(self._memory.current_site, 0, self._memory.free)
+        picked = self._memory.empty((len(index), self._width))
+        return np.take(self._rows, index, axis=0, out=picked, mode="clip")
+
+
+class NumpyDraft:
+    """See `backend.DraftRunner`.
+
+    Args:
+        model: the draft.
+        store: its pages.
+        threads: of the BLAS.
+        features: of the target's last call.
+    """
+
+    def __init__(self, model: DFlash, store: PageStore, threads: BlasThreads, features: Features) -> None:
+        self.model = model
+        self._store = store
+        self._threads = threads
+        self._features = features
+
+    @property
+    def block_size(self) -> int:
+        return self.model.parameters.block_size
+
+    def extend_context(self, rows: ContextRows) -> None:
+        with self._threads.call("context", len(rows.rows)):
+            self.model.context(self._features.rows(rows.rows), context_batch(rows, self._store))
+
+    def propose(
+        self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
+    ) -> Proposals:
+        model, n = self.model, depth + 1
+        d = model.parameters
+        tokens = model.block_tokens([block.token for block in blocks], n)
+        with self._threads.call("draft", len(tokens)), np.errstate(over="ignore", invalid="ignore"):
+            batch = sliding = block_batch(blocks, tokens, n, self._store, causal=d.causal)
+            if d.sliding:
+                sliding = block_batch(blocks, tokens, n, self._store, causal=True, window=d.window)
+            hidden = model.forward(model.embed(tokens), batch, sliding)
+            behind = hidden.reshape(len(blocks), n, -1)[:, 1:].reshape(len(blocks) * depth, -1)
+            rows, logprobs = top_logprobs(model.logits(behind), width, temperature)
+        shape = (len(blocks), depth, width)
+        return Proposals(model.token_ids(rows).reshape(shape), logprobs.reshape(shape))
