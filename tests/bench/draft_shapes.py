@@ -15,7 +15,10 @@ ARCH = "qwen35-dflash-draft"
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """A draft: sizes, the layers of its target that it reads, and the type of its matrices."""
+    """A draft: sizes, the layers of its target that it reads, and the type of its matrices.
+
+    window: positions that all layers but the last see; 0: they see all.
+    """
 
     n_layer: int
     n_embd: int
@@ -31,6 +34,7 @@ class DraftShape:
     mask: int
     weight_type: str = "Q8_0"
     rms_eps: float = 1e-6
+    window: int = 0
 
 
 DRAFTS: Mapping[str, DraftShape] = {
@@ -38,6 +42,11 @@ DRAFTS: Mapping[str, DraftShape] = {
     "qwen35-27b-draft": DraftShape(
         5, 5120, 17408, 32, 8, 128, 248320, 262144, 1e7, (1, 16, 31, 46, 61), 16, 248070
     ),
+    # Of the one that comes with the default model.
+    "135m-draft": DraftShape(
+        4, 576, 1536, 9, 3, 64, 49152, 8192, 1e5, (1, 8, 14, 20, 27), 16, 4, rms_eps=1e-5
+    ),
+    "tiny-draft": DraftShape(2, 256, 512, 4, 2, 64, 512, 16384, 1e4, (0, 1), 8, 4),
 }
 
 
@@ -100,4 +109,7 @@ def draft_keys(shape: DraftShape) -> dict[str, Any]:
         "dflash.block_size": shape.block,
         "dflash.mask_token_id": shape.mask,
     }
+    if shape.window:
+        found["attention.sliding_window"] = shape.window
+        found["attention.sliding_window_pattern"] = [i < shape.n_layer - 1 for i in range(shape.n_layer)]
     return {f"{ARCH}.{key}": value for key, value in found.items()}
