@@ -24,6 +24,7 @@ from slotd.daemon.ops.cuda_delta import CudaDelta
 from slotd.daemon.ops.cuda_graphs import Stream, device_properties
 from slotd.daemon.ops.cuda_ops import CudaOps
 from slotd.daemon.ops.cuda_pages import CudaPages
+from slotd.daemon.ops.cuda_prepare import check_widths
 from slotd.daemon.ops.cuda_taps import CudaFeatures
 from slotd.daemon.ops.kernels import load_all
 from slotd.daemon.weights.architectures import HyperParameters
@@ -77,6 +78,7 @@ class CudaBackend:
 
     def load_model(self, file: ModelFile, store: PageStorage, max_ctx: int) -> CudaRunner:
         assert isinstance(store, CudaPageStore)
+        check_widths(file.hyper)
         self.stream.use()
         try:
             model = load_model(file, self.ops, max_ctx)

@@ -27,7 +27,7 @@ from slotd.daemon.ops.cuda_batch import BatchLayout, HostBatch
 from slotd.daemon.ops.cuda_blocks import Block, block_layout, context_layout, pack_blocks, pack_context
 from slotd.daemon.ops.cuda_graphs import Mark, PinnedBuffer, Stream
 from slotd.daemon.ops.cuda_ops import CudaCall, CudaOps
-from slotd.daemon.ops.cuda_prepare import MOST_TAKEN, Picked
+from slotd.daemon.ops.cuda_prepare import Picked, most_width
 from slotd.daemon.ops.cuda_taps import CudaFeatures
 from slotd.daemon.ops.cuda_topk import CHOICE, MOST_VOCAB, WIDTHS, topk
 from slotd.daemon.rows import MAX_STEP_ROWS
@@ -303,10 +303,10 @@ class CudaDraft:
 def check_draft(file: DraftFile, n_vocab: int) -> None:
     """Raises ModelError for a draft that is too large for the kernels. n_vocab: tokens of the target."""
     d = file.parameters
-    if d.n_features * d.n_embd > MOST_TAKEN or d.n_embd % 4:
+    if d.n_features * d.n_embd > most_width("taken") or d.n_embd % 4:
         raise ModelError(
             f"{file.path}: {d.n_features} features of {d.n_embd} numbers, a CUDA device takes up to "
-            f"{MOST_TAKEN} in all, in multiples of 4"
+            f"{most_width('taken')} in all, in multiples of 4"
         )
     n_rows = n_vocab if d.n_own_ids is None else d.n_own_ids
     if not WIDTHS[-1] <= n_rows <= MOST_VOCAB:

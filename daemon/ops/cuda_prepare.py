@@ -13,17 +13,32 @@ from slotd.daemon.ops.cuda_linear import Prepared
 from slotd.daemon.ops.cuda_rows import RowKind, Rows, room
 from slotd.daemon.ops.cuda_weights import TILE_COLUMNS, Matrix
 from slotd.daemon.ops.kernels import kernel
+from slotd.daemon.weights.architectures import HyperParameters
 from slotd.protocol.errors import ConfigError
 
 EMBED_THREADS = 256
 
 WARP = 32
 
-#: Most warps of a block, and most segments of a warp; of rows that are taken as they are.
-MOST_WARPS, MOST_ROUNDS, MOST_ROUNDS_TAKEN = 32, 3, 4
+#: Most warps of a block, and most segments of a warp, by kernel; of the others MOST_ROUNDS.
+MOST_WARPS, MOST_ROUNDS = 32, 3
+_MORE_ROUNDS = {"swiglu": 4, "taken": 4}
 
-#: Most numbers of rows that are taken as they are.
-MOST_TAKEN = TILE_COLUMNS * MOST_WARPS * MOST_ROUNDS_TAKEN
+
+def most_width(what: str) -> int:
+    """Most numbers of a row that the kernel `what` takes."""
+    return TILE_COLUMNS * MOST_WARPS * _MORE_ROUNDS.get(what, MOST_ROUNDS)
+
+
+def check_widths(h: HyperParameters) -> None:
+    """Raises ConfigError: a model with rows that are wider than the kernels take."""
+    widths = [("norm", "embedding", h.n_embd), ("swiglu", "feed-forward", h.n_ff)]
+    widths.append(("rows", "attention", h.n_head * h.value_dim))
+    if h.delta_net is not None:
+        widths.append(("delta", "recurrent", h.delta_net.value_width))
+    for what, name, width in widths:
+        if width > most_width(what):
+            raise ConfigError(f"{name} rows of {width} numbers: CUDA takes up to {most_width(what)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,7 @@ def taken(memory: Ledger, rows: Picked) -> Rows:
     """Rows of halves as they are, prepared."""
     n, width = len(rows.source), rows.x.shape[1]
     out = room(memory, RowKind.HALVES, n, width)
-    rounds = rounds_for(width, MOST_ROUNDS_TAKEN)
+    rounds = rounds_for("taken", width)
     warps = -(-width // (TILE_COLUMNS * rounds))
     args = (rows.x, rows.source, rows.x.strides[0] // 2, width, _target(out))
     kernel(f"prepare_taken_{rounds}").launch(n, warps * WARP, args, pdl=True)
@@ -109,16 +124,15 @@ def head_norm(
     return out
 
 
-def rounds_for(width: int, most: int = MOST_ROUNDS) -> int:
-    """Segments that a warp takes of a row, at most so many.
+def rounds_for(what: str, width: int) -> int:
+    """Segments that a warp of the kernel `what` takes of a row.
 
     Raises:
-        ConfigError: a wider row than the kernels take.
+        ValueError: a wider row than it takes, see `check_widths`.
     """
-    rounds = -(-width // (TILE_COLUMNS * MOST_WARPS))
-    if rounds > most:
-        raise ConfigError(f"rows of {width} numbers: CUDA takes up to {TILE_COLUMNS * MOST_WARPS * most}")
-    return rounds
+    if width > most_width(what):
+        raise ValueError(f"rows of {width} numbers: {what} takes up to {most_width(what)}")
+    return -(-width // (TILE_COLUMNS * MOST_WARPS))
 
 
 class _Halves(ctypes.Structure):
@@ -136,7 +150,7 @@ class _Integers(ctypes.Structure):
 
 
 def _launch(what: str, out: Rows, width: int, args: tuple[Any, ...]) -> None:
-    rounds = rounds_for(width)
+    rounds = rounds_for(what, width)
     warps = -(-width // (TILE_COLUMNS * rounds))
     chosen = kernel(f"prepare_{what}_{rounds if isinstance(out, Prepared) else f'q8_{rounds}'}")
     chosen.launch(out.n, warps * WARP, (*args, _target(out)), pdl=True)

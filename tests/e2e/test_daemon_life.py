@@ -188,7 +188,7 @@ def test_one_shot_fails_with_code_1(
         (["--parallel=0"], "--parallel 0"),
         (["--chunk=0"], "--chunk 0"),
         (["-ctk", "q8_0"], "K type q8_0 needs heads of a multiple of 32 numbers"),
-        (["-ctv", "tq3_0"], "V type tq3_0 does not go with K type f32, only with f16, bf16"),
+        (["-ctv", "tq3_0"], "V type tq3_0 needs heads of a multiple of 128 numbers"),
         (["-ctv", "int3"], "int3"),
         (["--memory-limit=lots"], "--memory-limit"),
         (["--memory-limit=0"], "--memory-limit"),

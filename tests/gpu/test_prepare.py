@@ -47,7 +47,7 @@ def test_norm(memory, width) -> None:
     close(unpack(cuda_prepare.norm(memory, picked, cupy.asarray(weight), 1e-5), width), expected[[6, 0]])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [*WIDTHS, 25600, 32768])
 def test_swiglu(memory, width) -> None:
     gate_up = np.random.default_rng(3).standard_normal((5, 2 * width)).astype(np.float32) * 4
     gate, up = gate_up[:, :width].astype(np.float64), gate_up[:, width:]

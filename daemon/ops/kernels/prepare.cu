@@ -169,16 +169,20 @@ DEVICE void prepare_gated(const float* gate_up, int width, const Target& to) {
     pdl_wait();
     pdl_launch();
     const float* row = gate_up + static_cast<u64>(blockIdx.x) * 2 * width;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
     Eight gate[ROUNDS], up[ROUNDS];
     load_row(gate, row, width);
-    load_row(up, row + width, width);
+    if (ROUNDS < 4) load_row(up, row + width, width);
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r)
+    for (int r = 0; r < ROUNDS; ++r) {
+        // Of the widest rows not all fits the registers at once.
+        if (ROUNDS >= 4) up[r] = load_eight(row + width, first_column(warp + r * n_warps, lane), width);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float g = gate[r].v[i];
             gate[r].v[i] = __fmul_rn(__fdiv_rn(g, __fadd_rn(1.0f, exp_shared(-g))), up[r].v[i]);
         }
+    }
     prepare(gate, segments_of(width), to);
 }
 
@@ -213,15 +217,18 @@ DEVICE void prepare_normed(const float* x, const int* source, int stride, const 
     prepare(values, n_segments, to);
 }
 
-// For each kind of prepared rows and number of rounds.
-#define ENTRIES(ROUNDS, NAME, TARGET)                                                                           \
-    extern "C" __global__ void __launch_bounds__(1024)                                                          \
-        prepare_rows_##NAME(const float* x, int stride, int width, TARGET to) {                                 \
-        prepare_as_is<ROUNDS>(x, stride, width, to);                                                            \
-    }                                                                                                           \
+// For each kind of prepared rows and number of rounds. Feed-forward layers are the widest.
+#define GATED_ENTRY(ROUNDS, NAME, TARGET)                                                                       \
     extern "C" __global__ void __launch_bounds__(1024)                                                          \
         prepare_swiglu_##NAME(const float* gate_up, int width, TARGET to) {                                     \
         prepare_gated<ROUNDS>(gate_up, width, to);                                                              \
+    }
+
+#define ENTRIES(ROUNDS, NAME, TARGET)                                                                           \
+    GATED_ENTRY(ROUNDS, NAME, TARGET)                                                                           \
+    extern "C" __global__ void __launch_bounds__(1024)                                                          \
+        prepare_rows_##NAME(const float* x, int stride, int width, TARGET to) {                                 \
+        prepare_as_is<ROUNDS>(x, stride, width, to);                                                            \
     }                                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                                          \
         prepare_norm_##NAME(const float* x, const int* source, int stride, const float* weight, float eps,      \
@@ -232,9 +239,11 @@ DEVICE void prepare_normed(const float* x, const int* source, int stride, const 
 ENTRIES(1, 1, Prepared)
 ENTRIES(2, 2, Prepared)
 ENTRIES(3, 3, Prepared)
+GATED_ENTRY(4, 4, Prepared)
 ENTRIES(1, q8_1, Integers)
 ENTRIES(2, q8_2, Integers)
 ENTRIES(3, q8_3, Integers)
+GATED_ENTRY(4, q8_4, Integers)
 
 // ----- rows of halves, picked
 
