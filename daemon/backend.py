@@ -131,7 +131,7 @@ class DraftRunner(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Rows of the block it was made for: one more than the positions it looks ahead."""
+        """A pending token and the positions behind it that it was made to predict."""
         ...
 
     def extend_context(self, rows: ContextRows) -> None:
@@ -142,6 +142,9 @@ class DraftRunner(Protocol):
         self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
     ) -> Proposals:
         """The `width` best tokens for each of the next `depth` positions behind each block's token.
+
+        For fewer positions where the draft itself says that it does not know more.
+
 
         temperature: what logits are divided by before their probabilities are worked out.
         """

@@ -92,7 +92,7 @@ class Drafting:
 
     @property
     def block_size(self) -> int:
-        """Rows of the block that the draft was made for; 0 without one."""
+        """A pending token and the positions behind it that the draft was made to predict; 0 without one."""
         return 0 if self._runner is None else self._runner.block_size
 
     # ----- the weights
@@ -236,7 +236,8 @@ class Drafting:
 
         Args:
             tokens: of each sequence the one that is chosen and not computed yet.
-            depth: at least 1, below `block_size`.
+            depth: at least 1, below `block_size`. A draft that says itself that it does not know so much
+                gives fewer positions.
             width: how many tokens of each position.
             temperature: what logits are divided by before their probabilities are worked out.
         """

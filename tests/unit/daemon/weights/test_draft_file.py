@@ -142,7 +142,7 @@ def test_what_is_no_draft_is_refused(
         ({"n_vocab": 321}, "its vocabulary has 321 tokens, the target's 320"),
         ({"metadata": {f"{LUCEBOX}.dflash.mask_token_id": 320}}, "its mask token is 320, the target has 320"),
         ({"tensors": {"output.weight": BIG}}, "its output matrix has 64 rows, the target 320 tokens"),
-        ({"tensors": {"token_embd.weight": BIG}}, "its embedding has 64 rows, the target 320 tokens"),
+        ({"tensors": {"token_embd.weight": BIG}}, "its tables have 64 rows, the target 320 tokens"),
         (
             {"tensors": {"output.weight": BIG, "d2t": np.arange(64, dtype=np.int64) * 7}},
             "its output matrix gives token 441, the target has 320 tokens",
