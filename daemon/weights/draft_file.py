@@ -277,7 +277,9 @@ def _refuse_unsupported(header: Header) -> None:
     for key in ("dflash.context_kv_layer_norm", "context_kv_layer_norm"):
         if header.flag(f"{arch}.{key}", False):
             raise ModelError(f"{header.name}: key {arch}.{key} is true, only false is supported")
-    for key, neutral in (("logit_scale", (0, 1)), ("final_logit_softcapping", (0,))):
+    for key, neutral in (
+        ("logit_scale", (1, 0)), ("embedding_scale", (1, 0)), ("final_logit_softcapping", (0,)),
+    ):  # fmt: skip
         value = header.number(f"{arch}.{key}", neutral[0])
         if value not in neutral:
             raise ModelError(f"{header.name}: key {arch}.{key} is {value:g}, only {neutral[0]} is supported")

@@ -88,6 +88,9 @@ class DraftHeads:
     def __bool__(self) -> bool:
         return any((self.conv, self.selector, self.markov))
 
+    def __str__(self) -> str:
+        return "the DSpark head" if self.markov else "the DFlash2 head" if self else "no head"
+
     def tensors(self, n_layer: int, n_embd: int, n_vocab: int, n_rows: int) -> dict[str, Shape]:
         """Their tensors. n_vocab: tokens of the target; n_rows: of the draft's output matrix."""
         shapes: dict[str, Shape] = {}

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slotd.daemon.cuda_draft import check_draft
 from slotd.daemon.engine import Engine
 from slotd.daemon.models import dflash_heads
 from slotd.daemon.numpy_backend import NumpyBackend, NumpyRunner
 from slotd.daemon.rows import Kind, Rows
-from slotd.daemon.weights.draft_file import open_draft
+from slotd.daemon.weights.convert_draft import convert_draft
+from slotd.daemon.weights.draft_file import open_draft, target_layers
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.errors import ModelError
 from tests.fakes.dflash_formula import Formula, log_softmax
+from tests.fakes.draft_checkpoint import write_checkpoint
 from tests.fakes.tiny_draft import BLOCK, N_LAYER, draft_weights, matrix, write_tiny_draft
 
 IDS = np.random.default_rng(6).integers(0, 320, 90).tolist()
@@ -225,3 +228,19 @@ def test_a_part_of_a_head_is_refused(tmp_path: Path, weights: Weights, without: 
     path = write_tiny_draft(tmp_path / "draft", dialect="llama.cpp", tensors={**weights, without: None})
     with pytest.raises(ModelError, match=reason):
         open_draft(path)
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash2", "DSpark"])
+def test_what_the_converter_writes_is_read(kind: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "in", kind)
+    convert_draft(tmp_path / "in", tmp_path / "out.gguf", "q8_0")
+    with open_draft(tmp_path / "out.gguf") as file:
+        heads = file.parameters.heads
+        found = (heads.conv is not None, heads.selector is not None, heads.markov is not None)
+        assert found == (kind == "DFlash2", kind == "DFlash2", kind == "DSpark")
+        assert target_layers(file.parameters, 8) == (1, 3, 5)
+        if kind == "DFlash":
+            check_draft(file, 320)
+        else:
+            with pytest.raises(ModelError, match=f"the {kind} head of a draft is not supported on a CUDA"):
+                check_draft(file, 320)
