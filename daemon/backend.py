@@ -122,9 +122,13 @@ class Runner(Protocol):
         """Compute a step call of at most 64 rows, which need not ask `interrupt`."""
         ...
 
+    def forget_draft(self) -> None:
+        """Calls keep nothing for a draft any more: there is none."""
+        ...
+
 
 class DraftRunner(Protocol):
-    """A loaded draft on its target's runner, whose calls keep their features while it lives.
+    """A loaded draft on its target's runner, whose calls keep their features until `forget_draft`.
 
     It holds its weights. Every method may raise OutOfDeviceMemory.
     """

@@ -109,6 +109,9 @@ class NumpyRunner:
         self._memory = memory
         self._threads = threads
 
+    def forget_draft(self) -> None:
+        self.features = None
+
     def reserve(self, rows: Rows) -> None:
         # Taken and given back: the pool keeps the block for the embedding.
         self._memory.empty((len(rows), self.model.hyper.n_embd))
