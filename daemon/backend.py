@@ -122,16 +122,20 @@ class Runner(Protocol):
         """Compute a step call of at most 64 rows, which need not ask `interrupt`."""
         ...
 
+    def forget_draft(self) -> None:
+        """Calls keep nothing for a draft any more: there is none."""
+        ...
+
 
 class DraftRunner(Protocol):
-    """A loaded draft on its target's runner, whose calls keep their features while it lives.
+    """A loaded draft on its target's runner, whose calls keep their features until `forget_draft`.
 
     It holds its weights. Every method may raise OutOfDeviceMemory.
     """
 
     @property
     def block_size(self) -> int:
-        """Rows of the block it was made for: one more than the positions it looks ahead."""
+        """A pending token and the positions behind it that it was made to predict."""
         ...
 
     def extend_context(self, rows: ContextRows) -> None:
@@ -142,6 +146,9 @@ class DraftRunner(Protocol):
         self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
     ) -> Proposals:
         """The `width` best tokens for each of the next `depth` positions behind each block's token.
+
+        For fewer positions where the draft itself says that it does not know more.
+
 
         temperature: what logits are divided by before their probabilities are worked out.
         """

@@ -71,17 +71,20 @@ class Drafting:
     Attributes:
         path: as given.
         refusal: why there is no draft though there is a file; None: there is one, or none was wanted.
+        parked: whether it stays away when the target is loaded.
     """
 
     def __init__(
         self, backend: Backend, path: Path | None, target: HyperParameters, max_ctx: int, window: int
     ) -> None:
         self.refusal: str | None = None
+        self.parked = False
         self._backend, self._memory, self.path = backend, backend.memory, path
         self._target, self._max_ctx, self._window = target, max_ctx, window
         self._identity: str | None = None
         self._store: PageStorage | None = None
         self._runner: DraftRunner | None = None
+        self._beside: Runner | None = None  # the target, while it is loaded
         # Pages of slots that are gone. Another thread may have held the last reference to one.
         self._left: deque[tuple[int, ...]] = deque()
 
@@ -92,7 +95,7 @@ class Drafting:
 
     @property
     def block_size(self) -> int:
-        """Rows of the block that the draft was made for; 0 without one."""
+        """A pending token and the positions behind it that the draft was made to predict; 0 without one."""
         return 0 if self._runner is None else self._runner.block_size
 
     # ----- the weights
@@ -102,7 +105,8 @@ class Drafting:
 
         Where that cannot be, `refusal` says why, and there is none.
         """
-        if self.path is None:
+        self._beside = runner
+        if self.path is None or self.parked:
             return
         try:
             with self._memory.site("draft_load"), open_draft(self.path) as file:
@@ -122,8 +126,33 @@ class Drafting:
         self._identity = file.identity
 
     def unload(self) -> None:
-        """Let the weights go. Contexts stay."""
+        """Let the weights go, with the target's. Contexts stay."""
+        self._runner = self._beside = None
+
+    def park(self) -> bool:
+        """Give the memory of the weights back, until `unpark`. Whether there were any."""
+        self.parked = True
+        if self._runner is None or self._beside is None:
+            return False
+        self._beside.forget_draft()
         self._runner = None
+        self._memory.retire()
+        self._memory.trim()
+        return True
+
+    def unpark(self) -> bool:
+        """Load the draft again; whether it came. Without its target it comes with that one."""
+        self.parked = False
+        if self._runner is None and self._beside is not None:
+            self.load(self._beside)
+            return self.runs
+        return False
+
+    def give_up(self, reason: str) -> None:
+        """As `park`, for good."""
+        self.park()
+        self.path, self.refusal = None, reason
+        log.warning("there is no draft: %s", reason)
 
     # ----- sequences
 
@@ -236,7 +265,8 @@ class Drafting:
 
         Args:
             tokens: of each sequence the one that is chosen and not computed yet.
-            depth: at least 1, below `block_size`.
+            depth: at least 1, below `block_size`. A draft that says itself that it does not know so much
+                gives fewer positions.
             width: how many tokens of each position.
             temperature: what logits are divided by before their probabilities are worked out.
         """

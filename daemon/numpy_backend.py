@@ -16,7 +16,6 @@ from slotd.daemon.kv.page_storage import PageStorage
 from slotd.daemon.kv.recurrent_store import RecurrentStore
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
-from slotd.daemon.models.dflash import DFlash
 from slotd.daemon.models.model import Interrupt, Model
 from slotd.daemon.models.registry import load_model
 from slotd.daemon.numpy_draft import Features, NumpyDraft
@@ -67,11 +66,11 @@ class NumpyBackend:
     def load_draft(self, file: DraftFile, target: Runner, store: PageStorage, max_ctx: int) -> NumpyDraft:
         assert isinstance(target, NumpyRunner)
         assert isinstance(store, PageStore)
-        model = DFlash(file, self.ops, target.model, max_ctx)
         hyper = target.model.hyper
         features = Features(self.memory, target_layers(file.parameters, hyper.n_layer), hyper.n_embd)
+        draft = NumpyDraft(file, self.ops, target.model, max_ctx, store, self._threads, features)
         target.features = features
-        return NumpyDraft(model, store, self._threads, features)
+        return draft
 
     def keep_logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         kept = self.memory.empty(logits.shape, tag="snapshot")
@@ -109,6 +108,9 @@ class NumpyRunner:
         self._store = store
         self._memory = memory
         self._threads = threads
+
+    def forget_draft(self) -> None:
+        self.features = None
 
     def reserve(self, rows: Rows) -> None:
         # Taken and given back: the pool keeps the block for the embedding.

@@ -11,9 +11,13 @@ from slotd.daemon.kv.batches import block_batch, context_batch
 from slotd.daemon.kv.store import PageStore
 from slotd.daemon.memory import DeviceMemory, OutOfDeviceMemory
 from slotd.daemon.models.dflash import DFlash
+from slotd.daemon.models.dflash_heads import DFlash2, MarkovHead, SelectorHead
+from slotd.daemon.models.model import Model
 from slotd.daemon.ops.batch import Array
 from slotd.daemon.ops.blas import BlasThreads
+from slotd.daemon.ops.numpy_ops import NumpyOps
 from slotd.daemon.ops.top_logprobs import top_logprobs
+from slotd.daemon.weights.draft_file import DraftFile
 
 
 class Features:
@@ -64,21 +68,34 @@ class NumpyDraft:
     """See `backend.DraftRunner`.
 
     Args:
-        model: the draft.
-        store: its pages.
+        file: the draft.
+        ops: of the backend.
+        target: the loaded target.
+        max_ctx: most positions of a sequence.
+        store: the draft's pages.
         threads: of the BLAS.
         features: of the target's last call.
     """
 
-    def __init__(self, model: DFlash, store: PageStore, threads: BlasThreads, features: Features) -> None:
-        self.model = model
+    def __init__(
+        self, file: DraftFile, ops: NumpyOps, target: Model, max_ctx: int, store: PageStore,
+        threads: BlasThreads, features: Features,
+    ) -> None:  # fmt: skip
+        heads = file.parameters.heads
+        self.model = (DFlash if heads.conv is None else DFlash2)(file, ops, target, max_ctx)
+        self._head: SelectorHead | MarkovHead | None = None
+        if heads.selector is not None:
+            self._head = SelectorHead(file, ops)
+        elif heads.markov is not None:
+            self._head = MarkovHead(file, ops)
+        self._ops = ops
         self._store = store
         self._threads = threads
         self._features = features
 
     @property
     def block_size(self) -> int:
-        return self.model.parameters.block_size
+        return self.model.parameters.look_ahead + 1
 
     def extend_context(self, rows: ContextRows) -> None:
         with self._threads.call("context", len(rows.rows)):
@@ -87,15 +104,29 @@ class NumpyDraft:
     def propose(
         self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
     ) -> Proposals:
-        model, n = self.model, depth + 1
-        d = model.parameters
+        model, d = self.model, self.model.parameters
+        first = d.first_row
+        n = first + depth
         tokens = model.block_tokens([block.token for block in blocks], n)
         with self._threads.call("draft", len(tokens)), np.errstate(over="ignore", invalid="ignore"):
             batch = sliding = block_batch(blocks, tokens, n, self._store, causal=d.causal)
             if d.sliding:
                 sliding = block_batch(blocks, tokens, n, self._store, causal=True, window=d.window)
             hidden = model.forward(model.embed(tokens), batch, sliding)
-            behind = hidden.reshape(len(blocks), n, -1)[:, 1:].reshape(len(blocks) * depth, -1)
+            behind = hidden.reshape(len(blocks), n, -1)[:, first:].reshape(len(blocks) * depth, -1)
+            if self._head is not None:
+                return self._choose(self._head, blocks, behind, width, temperature)
             rows, logprobs = top_logprobs(model.logits(behind), width, temperature)
         shape = (len(blocks), depth, width)
         return Proposals(model.token_ids(rows).reshape(shape), logprobs.reshape(shape))
+
+    def _choose(
+        self, head: SelectorHead | MarkovHead, blocks: SequenceOf[DraftBlock], hidden: Array, width: int,
+        temperature: float,
+    ) -> Proposals:  # fmt: skip
+        ops, m = self._ops, len(blocks)
+        normed = ops.rms_norm(hidden, self.model.output_norm, self.model.parameters.rms_eps)
+        logits = ops.linear(normed, self.model.output).reshape(m, len(hidden) // m, -1)
+        anchors = np.array([block.token for block in blocks], dtype=np.int32)
+        normed = normed.reshape(m, len(hidden) // m, -1)
+        return Proposals(*head.choose(self.model, normed, logits, anchors, width, temperature))

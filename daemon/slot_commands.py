@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -121,16 +121,36 @@ class SlotCommands:
                 self._reply(submit, SlotList(slots=tuple(sorted(self._engine.slots))))
             case FreeDrafter():
                 pass  # this build never loads one, so there is nothing to say
-            case Park(what="all" | "target"):
-                if self._parking.park():
-                    self._reply(submit, Parked(what="target"))
-            case Unpark(what="all" | "target"):
-                if self._parking.unpark():
-                    self._reply(submit, Unparked(what="target"))
-            case Park() | Unpark():
-                pass  # the draft: never loaded, so nothing changes
+            case Park():
+                for what in self._parked(command.what):
+                    self._reply(submit, Parked(what=what))
+            case Unpark():
+                for what in self._unparked(command.what):
+                    self._reply(submit, Unparked(what=what))
             case _:
                 raise RequestError("unsupported", {"verb": command.verb})
+
+    def _parked(self, what: str) -> Iterator[str]:
+        """Park weights; those that went. The draft goes with its target, whose matrices it uses."""
+        drafts = self._engine.drafts
+        if what != "draft" and self._parking.park():
+            yield "target"
+        if what != "target":
+            self._engine.drafting.park()
+        if drafts and not self._engine.drafts:
+            yield "draft"
+
+    def _unparked(self, what: str) -> Iterator[str]:
+        """Load parked weights; those that came."""
+        drafts = self._engine.drafts
+        if what != "target":
+            self._engine.drafting.parked = False  # it comes with its target
+        if what != "draft" and self._parking.unpark():
+            yield "target"
+        if what != "target":
+            self._engine.drafting.unpark()
+        if self._engine.drafts and not drafts:
+            yield "draft"
 
     def hold(self, submit: Submit, command: Snapshot) -> None:
         """SNAPSHOT held=1: put what a slot in memory holds into another tier of memory, and say so."""

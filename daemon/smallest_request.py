@@ -24,6 +24,9 @@ def check_smallest_request(engine: Engine, limit: int | None) -> None:
         return
     with engine.memory.without_faults():
         failure = _try(engine)
+        if failure is not None and engine.drafts:
+            engine.drafting.give_up("beside it there is no memory for a request of one token")
+            failure = _try(engine)
         if failure is None:
             return
         needed = _needed(engine, limit)

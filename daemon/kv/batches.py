@@ -48,14 +48,14 @@ def block_batch(
     Args:
         tokens: of all rows.
         causal: whether a row sees of its block only what is not behind it; else it sees all of it.
-        window: places of the context that are seen, the last ones; 0: all.
+        window: how many places a row sees, itself included; 0: all.
     """
     inside = np.arange(n, dtype=np.int64)
     spans = []
     for start, block in enumerate(blocks):
         table = block.pages[: pages_for(block.length + n)]
         last = block.length + (inside if causal else np.full(n, n - 1))
-        lowest = np.full(n, max(0, block.length - window)) if window else None
+        lowest = np.maximum(block.length + inside - window + 1, 0) if window else None
         pieces = tuple(store.pieces(table, block.length, n, start * n))
         runs = tuple(store.runs(table))
         spans.append(Span(start * n, last, runs, pieces, len(table), None, lowest=lowest))

@@ -175,6 +175,30 @@ class DraftOps(Ops, Protocol):
         ...
 
 
+class BlockOps(DraftOps, Protocol):
+    """What a DFlash2 draft needs beside."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+        ...
+
+    def swiglu(self, gate_up: Array) -> Array:
+        """silu(gate) * up. gate_up [n, 2 m], gate in the first half -> [n, m]."""
+        ...
+
+    def add(self, x: Array, y: Array) -> None:
+        """x += y, in place."""
+        ...
+
+    def block_conv(self, x: Array, moving: Array, base: Array, side: int, batch: CallBatch) -> Array:
+        """A convolution along each block, whose coefficients every row brings with it.
+
+        y[i, c] = sum_t (base[side, t, c] + moving[i, side, t, group of c]) * x[i - t, c], with nothing before
+        the first row of a block. x [n, m], moving [n, 2 * taps * groups], base [2, taps, m], side 0 or 1.
+        """
+        ...
+
+
 class HybridOps(Ops, Protocol):
     """What models with gated attention and recurrent layers need beside."""
 

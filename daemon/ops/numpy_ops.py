@@ -60,7 +60,7 @@ class NumpyOps:
     def matrix(self, file: GgufFile, *names: str) -> Array:
         shapes = [file.header.tensors[name].shape for name in names]
         rows = [shape[-1] for shape in shapes]
-        out = self.memory.empty((sum(rows), *shapes[0][:-1]), tag=file.memory_tag)
+        out = self.memory.empty((sum(rows), *reversed(shapes[0][:-1])), tag=file.memory_tag)
         first = 0
         for name, n in zip(names, rows, strict=True):
             out[first : first + n] = file.dequantise(name)
@@ -135,6 +135,21 @@ class NumpyOps:
             k = self.rms_norm(k, norm, eps)
             self.rope(k, rotations, style)
             self.kv_write(layer, k, v, batch)
+
+    def block_conv(self, x: Array, moving: Array, base: Array, side: int, batch: Batch) -> Array:
+        _, kernel, width = base.shape
+        y = self._like(x.shape)
+        own = moving.reshape(len(x), 2, kernel, -1)[:, side]
+        for span in batch.spans:
+            rows = slice(span.start, span.start + len(span.positions))
+            weights = base[side] + np.repeat(own[rows], width // own.shape[-1], axis=-1)
+            np.multiply(weights[:, 0], x[rows], out=y[rows])
+            for tap in range(1, min(kernel, len(weights))):
+                y[rows][tap:] += weights[tap:, tap] * x[rows][:-tap]
+        return y
+
+    def add(self, x: Array, y: Array) -> None:
+        x += y
 
     def delta_net(self, layer: int, projected: Array, weights: DeltaWeights, batch: Batch) -> Array:
         return delta_net(self.memory, layer, projected, weights, batch)

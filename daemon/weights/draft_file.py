@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.weights.architectures import HyperParameters, Shape
+from slotd.daemon.weights.draft_heads import DraftHeads, read_heads
 from slotd.daemon.weights.keys import Keys
 from slotd.daemon.weights.reader import GgufFile, check_types, check_vectors, open_gguf
 from slotd.protocol.errors import ModelError
@@ -35,11 +36,6 @@ _INTEGERS: Mapping[str, npt.DTypeLike] = {"I32": "<i4", "I64": "<i8"}
 #: What changes the computation of a draft in ways that are not supported: part of a tensor's name -> what.
 _UNSUPPORTED = {
     "domino": "the Domino head",
-    "dspark": "the DSpark head",
-    "markov": "the DSpark head",
-    "conf_proj": "the DSpark head",
-    "selector": "the DFlash2 path selector",
-    "conv": "DFlash2 convolutions",
     "aux_hidden_norm": "a norm for each target layer",
     "attn_gate": "gated attention",
 }
@@ -92,14 +88,15 @@ class DraftParameters:
         n_features: target layers whose output it reads.
         target_layers: these layers of the target, from 0 on; () when the file does not name them.
         n_vocab: tokens of the target, None when the file does not say.
-        window: positions of the context that sliding layers see.
-        sliding: its layers that see no more than that, and of the block what is not behind them.
+        window: how many positions rows of sliding layers see, themselves included.
+        sliding: its layers whose rows see so many positions back, and nothing behind themselves.
         causal: whether all layers see of the block only what is not behind them.
         fc, hidden_norm: the names of these tensors.
         ffn_norm: the last part of this norm's name.
         n_own_ids: rows of an output matrix of its own, None: it uses the target's.
         own_embedding: whether it has one; else it uses the target's.
         mapped: whether rows of its output matrix stand for the ids in tensor `d2t`.
+        heads: what it has beyond DFlash.
     """
 
     arch: str
@@ -126,6 +123,18 @@ class DraftParameters:
     n_own_ids: int | None
     own_embedding: bool
     mapped: bool
+    heads: DraftHeads
+
+    @property
+    def first_row(self) -> int:
+        """The first row of a block that predicts: 0 when the anchor's predicts the token behind it."""
+        markov = self.heads.markov
+        return 0 if markov is not None and markov.from_anchor else 1
+
+    @property
+    def look_ahead(self) -> int:
+        """Most positions behind the anchor that a block predicts."""
+        return self.block_size - self.first_row
 
 
 class DraftFile(GgufFile):
@@ -206,6 +215,7 @@ def read_draft_parameters(header: Header) -> DraftParameters:
         n_own_ids=None if output is None else output.shape[-1],
         own_embedding=EMBEDDING in header.tensors,
         mapped=OWN_IDS in header.tensors,
+        heads=read_heads(keys, dialect.prefix, n_embd),
     )
     if parameters.n_head % parameters.n_head_kv:
         raise keys.refuse("attention.head_count_kv", parameters.n_head_kv, f"it must divide {n_head}")
@@ -245,12 +255,12 @@ def check_fit(file: DraftFile, target: HyperParameters) -> None:
         raise refuse(f"its vocabulary has {draft.n_vocab} tokens, the target's {target.n_vocab}")
     if draft.n_own_ids is not None and not draft.mapped and draft.n_own_ids != target.n_vocab:
         raise refuse(f"its output matrix has {draft.n_own_ids} rows, the target {target.n_vocab} tokens")
-    if draft.own_embedding and file.header.tensors[EMBEDDING].shape[-1] != target.n_vocab:
-        rows = file.header.tensors[EMBEDDING].shape[-1]
-        raise refuse(f"its embedding has {rows} rows, the target {target.n_vocab} tokens")
     ids = own_ids(file)
     if ids is not None and ids.max() >= target.n_vocab:
         raise refuse(f"its output matrix gives token {ids.max()}, the target has {target.n_vocab} tokens")
+    rows = _tokens_in(file.header, draft)
+    if rows not in (0, target.n_vocab):
+        raise refuse(f"its tables have {rows} rows, the target {target.n_vocab} tokens")
     if draft.mask_id >= target.n_vocab:
         raise refuse(f"its mask token is {draft.mask_id}, the target has {target.n_vocab} tokens")
 
@@ -267,6 +277,12 @@ def _refuse_unsupported(header: Header) -> None:
     for key in ("dflash.context_kv_layer_norm", "context_kv_layer_norm"):
         if header.flag(f"{arch}.{key}", False):
             raise ModelError(f"{header.name}: key {arch}.{key} is true, only false is supported")
+    for key, neutral in (
+        ("logit_scale", (1, 0)), ("embedding_scale", (1, 0)), ("final_logit_softcapping", (0,)),
+    ):  # fmt: skip
+        value = header.number(f"{arch}.{key}", neutral[0])
+        if value not in neutral:
+            raise ModelError(f"{header.name}: key {arch}.{key} is {value:g}, only {neutral[0]} is supported")
     scaling = header.string(f"{arch}.rope.scaling.type", "none")
     if scaling != "none":
         raise ModelError(
@@ -342,7 +358,7 @@ def _sliding(keys: Keys, n_layer: int) -> tuple[int, frozenset[int]]:
 
 
 def expected_draft_tensors(draft: DraftParameters, n_vocab: int) -> dict[str, Shape]:
-    """Every tensor of such a draft, with its shape. n_vocab: rows of an embedding of its own."""
+    """Every tensor of such a draft, with its shape. n_vocab: tokens of the target."""
     n_embd, d = draft.n_embd, draft
     shapes: dict[str, Shape] = {
         d.fc: (d.n_features * n_embd, n_embd), d.hidden_norm: (n_embd,), OUTPUT_NORM: (n_embd,)
@@ -362,20 +378,31 @@ def expected_draft_tensors(draft: DraftParameters, n_vocab: int) -> dict[str, Sh
     }  # fmt: skip
     for i in range(d.n_layer):
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
+    return shapes | d.heads.tensors(d.n_layer, n_embd, n_vocab, d.n_own_ids or n_vocab)
+
+
+def _tokens_in(header: Header, draft: DraftParameters) -> int:
+    """Tokens of the target, as the tables of the file or its keys have them; 0: nothing depends on it."""
+    tables = [draft.heads.selector, draft.heads.markov]
+    names = [EMBEDDING] if draft.own_embedding else [table.before for table in tables if table is not None]
+    return header.tensors[names[0]].shape[-1] if names else 0
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """Dimensions of 1 at the end are left out by some writers."""
+    return _without_ones(shape[:-1]) if shape and shape[-1] == 1 else shape
 
 
 def _check_tensors(header: Header, draft: DraftParameters) -> dict[str, Shape]:
     """The tensors of the draft. Raises ModelError unless the file has exactly these, each in its shape."""
-    own_rows = header.tensors[EMBEDDING].shape[-1] if draft.own_embedding else 0
-    expected = expected_draft_tensors(draft, own_rows)
+    expected = expected_draft_tensors(draft, _tokens_in(header, draft))
     missing = [name for name in expected if name not in header.tensors]
     if missing:
         raise ModelError(f"{header.name}: tensor {missing[0]} is missing")
     for name, info in header.tensors.items():
         if name not in expected:
             raise ModelError(f"{header.name}: tensor {name} is not part of a draft")
-        if info.shape != expected[name]:
+        if _without_ones(info.shape) != _without_ones(expected[name]):
             found, wanted = list(info.shape), list(expected[name])
             raise ModelError(f"{header.name}: tensor {name} has shape {found}, it must be {wanted}")
     return expected

@@ -64,13 +64,13 @@ class Formula:
         x = self.embedding[[token] + [MASK] * (n - 1)].astype(np.float64)
         for i in range(N_LAYER):
             part = {name.split(".")[2]: value for name, value in w.items() if name.startswith(f"blk.{i}.")}
-            h = rms(x, part["attn_norm"])
-            h = self.around(i, "attn", 0, h, h)
-            x = x + self.around(i, "attn", 1, h, self.attend(i, h, context, start, part))
-            h = rms(x, part["ffn_norm"])
-            h = self.around(i, "ffn", 0, h, h)
+            normed = rms(x, part["attn_norm"])
+            h = self.around(i, "attn", 0, normed, normed)
+            x = x + self.around(i, "attn", 1, normed, self.attend(i, h, context, start, part))
+            normed = rms(x, part["ffn_norm"])
+            h = self.around(i, "ffn", 0, normed, normed)
             fed = (silu(h @ part["ffn_gate"].T) * (h @ part["ffn_up"].T)) @ part["ffn_down"].T
-            x = x + self.around(i, "ffn", 1, h, fed)
+            x = x + self.around(i, "ffn", 1, normed, fed)
         return rms(x, w["output_norm.weight"])
 
     def attend(
@@ -90,7 +90,7 @@ class Formula:
         out = np.zeros((n, N_HEAD, HEAD_DIM))
         for row in range(n):
             last = n_context + (row if self.causal or i in self.sliding else n - 1)
-            first = max(0, n_context - self.window) if i in self.sliding else 0
+            first = max(0, n_context + row - self.window + 1) if i in self.sliding else 0
             for head in range(N_HEAD):
                 group = head // (N_HEAD // N_HEAD_KV)
                 scores = k[first : last + 1, group] @ q[row, head] / np.sqrt(HEAD_DIM)

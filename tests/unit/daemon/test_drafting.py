@@ -202,9 +202,13 @@ def test_truncated_and_forked(make: Make) -> None:
     engine = make()
     expected = bits(ask(engine, text_of(engine, 90)))
     text = text_of(engine, 150)
+    whole = bits(ask(engine, text))
+    beside = engine.fork(text, 140)
+    take(engine, beside, [1, 2, 3], Kind.STEP)  # into a page that both share
+    assert bits(ask(engine, text)) == whole
     fork = engine.fork(text, 90)
     assert bits(ask(engine, fork)) == expected
-    take(engine, fork, [1, 2, 3], Kind.STEP)  # into a page that both share
+    take(engine, fork, [1, 2, 3], Kind.STEP)
     engine.truncate(text, 90)
     assert bits(ask(engine, text)) == expected
     engine.close(fork)

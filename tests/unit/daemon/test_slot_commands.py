@@ -34,6 +34,7 @@ from slotd.protocol.messages import (
     Unsupported,
 )
 from tests.fakes.front_rig import Clock
+from tests.fakes.tiny_draft import write_tiny_draft
 from tests.fakes.tiny_gguf import write_tiny_llama
 
 TEXT = np.random.default_rng(41).integers(3, 320, 100).tolist()
@@ -42,10 +43,12 @@ TEXT = np.random.default_rng(41).integers(3, 320, 100).tolist()
 class SlotRig:
     """Slot commands on a real engine with ended sequences that the test makes."""
 
-    def __init__(self, model: Path, fault: str | None = None, policy: Policy = Policy.LADDER) -> None:
+    def __init__(
+        self, model: Path, fault: str | None = None, policy: Policy = Policy.LADDER, draft: Path | None = None
+    ) -> None:
         memory = DeviceMemory(faults=Faults.parse(fault))
         with open_model(model) as file:
-            self.engine = Engine(file, NumpyBackend(memory, exact=True))
+            self.engine = Engine(file, NumpyBackend(memory, exact=True), draft=draft)
         self.retained = RetainedSequences(8, self.engine.close)
         self.messages: list[ToFront] = []
         self.clock = Clock()
@@ -184,6 +187,25 @@ def test_parking_says_what_changed_and_nothing_else(rig: SlotRig) -> None:
     assert rig.engine.parked
     assert rig.run(Unpark())[0] == [Unparked(what="target")]
     assert rig.run(FreeDrafter())[0] == []
+
+
+def test_a_draft_is_parked_alone_and_goes_with_its_target(tiny_llama: Path, tmp_path: Path) -> None:
+    rig = SlotRig(tiny_llama, draft=write_tiny_draft(tmp_path / "draft.gguf"))
+    both = [Parked(what="target"), Parked(what="draft")]
+    back = [Unparked(what="target"), Unparked(what="draft")]
+    assert rig.run(Park(what="draft"))[0] == both[1:]
+    assert rig.run(Park(what="draft"))[0] == []
+    assert (rig.engine.drafts, rig.engine.memory.live("draft")) == (False, 0)
+    assert rig.run(Unpark(what="target"))[0] == []
+    assert rig.run(Unpark(what="draft"))[0] == back[1:]
+    assert rig.run(Park(what="target"))[0] == both
+    assert rig.run(Unpark(what="target"))[0] == back
+    assert rig.run(Park())[0] == both
+    assert rig.run(Unpark(what="target"))[0] == back[:1]  # the draft was parked by name too
+    assert rig.run(Unpark())[0] == back[1:]
+    assert rig.run(Park())[0] == both
+    assert rig.run(Unpark(what="draft"))[0] == []
+    assert rig.run(Unpark(what="target"))[0] == back
 
 
 def test_a_model_that_changed_while_it_was_parked_is_named(tmp_path: Path) -> None:

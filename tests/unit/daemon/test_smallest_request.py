@@ -14,6 +14,7 @@ from slotd.daemon.smallest_request import check_smallest_request
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.errors import ConfigError
 from tests.fakes.pressure_rig import PressureRig
+from tests.fakes.tiny_draft import write_tiny_draft
 
 
 def engine_of(model: Path, faults: str | None = None) -> Engine:
@@ -56,6 +57,19 @@ def test_nothing_is_left_of_the_try(tiny_llama: Path) -> None:
     engine = engine_of(tiny_llama, "decode:1:9")  # no fault hits it, none is counted
     assert refusal(engine, engine.memory.live() + (8 << 20)) is None
     assert (engine.store.pages.n_used, engine.memory.cached, engine.memory.live("kv")) == (0, 0, 0)
+
+
+def test_a_draft_goes_where_there_is_no_room_beside_it(tiny_llama: Path, tmp_path: Path) -> None:
+    with open_model(tiny_llama) as file:
+        engine = Engine(file, NumpyBackend(), draft=write_tiny_draft(tmp_path / "draft.gguf"))
+    needed = re.search(r"needs about (\d+) bytes", refusal(engine_of(tiny_llama), 1000) or "")
+    assert needed is not None
+    assert refusal(engine, int(needed[1]) + 1000) is None
+    assert not engine.drafts
+    assert engine.drafting.refusal == "beside it there is no memory for a request of one token"
+    engine.park()
+    engine.unpark()
+    assert not engine.drafts
 
 
 def test_with_much_memory_nothing_is_tried(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,9 @@ BIG, FC, NARROW = (np.zeros(shape, np.float32) for shape in ((64, 64), (64, 100)
         ("lucebox", {f"{LUCEBOX}.dflash.mask_token_id": None}, {}, "mask_token_id is missing"),
         ("lucebox", {f"{LUCEBOX}.rope.freq_base": None}, {}, "rope.freq_base is missing"),
         ("lucebox", {f"{LUCEBOX}.rope.scaling.type": "yarn"}, {}, "rope.scaling.type is 'yarn'"),
+        ("lucebox", {f"{LUCEBOX}.final_logit_softcapping": 30.0}, {}, "softcapping is 30, only 0"),
+        ("llama.cpp", {f"{LLAMA}.logit_scale": 0.5}, {}, "logit_scale is 0.5, only 1 is supported"),
+        ("lucebox", {f"{LUCEBOX}.embedding_scale": 2.0}, {}, "embedding_scale is 2, only 1 is supported"),
         ("lucebox", {f"{LUCEBOX}.dflash.context_kv_layer_norm": True}, {}, "context_kv_layer_norm is true"),
         ("lucebox", {f"{LUCEBOX}.dflash.target_layer_ids": [0, 1, 2]}, {}, "the weights read 2 layers"),
         ("lucebox", {f"{LUCEBOX}.dflash.target_layer_ids": [1, 1]}, {}, "they must be different, from 0 on"),
@@ -142,7 +145,7 @@ def test_what_is_no_draft_is_refused(
         ({"n_vocab": 321}, "its vocabulary has 321 tokens, the target's 320"),
         ({"metadata": {f"{LUCEBOX}.dflash.mask_token_id": 320}}, "its mask token is 320, the target has 320"),
         ({"tensors": {"output.weight": BIG}}, "its output matrix has 64 rows, the target 320 tokens"),
-        ({"tensors": {"token_embd.weight": BIG}}, "its embedding has 64 rows, the target 320 tokens"),
+        ({"tensors": {"token_embd.weight": BIG}}, "its tables have 64 rows, the target 320 tokens"),
         (
             {"tensors": {"output.weight": BIG, "d2t": np.arange(64, dtype=np.int64) * 7}},
             "its output matrix gives token 441, the target has 320 tokens",
