@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.account import Account
+from slotd.daemon.drafts import Drafts
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Submit
@@ -59,6 +60,7 @@ class Job:
         self.reused = 0
         self.n_gen = min(self.command.n_gen, max_ctx - len(self.ids))
         self.produced: list[int] = []
+        self.drafts = Drafts()
         self.history: array[int] = array("i", self.ids.tobytes())
         seed = self.command.sampling.seed
         self.seed = secrets.randbits(DRAWN_SEED_BITS) if seed is None else seed
@@ -102,10 +104,9 @@ class Job:
             end = self.command.snap.at
         return end
 
-    @property
-    def banned(self) -> frozenset[int]:
-        """Ids that may not be chosen now: nothing ends the answer before min_tokens."""
-        return self.stop_ids if len(self.produced) < self.command.min_tokens else frozenset()
+    def banned_at(self, n: int) -> frozenset[int]:
+        """Ids that may not be the n-th token, from 0: nothing ends the answer before min_tokens."""
+        return self.stop_ids if n < self.command.min_tokens else frozenset()
 
     def fetched(self, failure: Exception | None) -> None:
         """Reading its slot has ended; `failure` is raised when the job is started again."""
@@ -123,6 +124,15 @@ class Job:
         self.produced.append(token)
         self.history.append(token)
 
+    @property
+    def remaining(self) -> int:
+        """Tokens that the answer may still get."""
+        return self.n_gen - len(self.produced)
+
+    def ends_with(self, token: int, n: int) -> bool:
+        """Whether `token` ends the answer when it is the n-th of it, from 1."""
+        return token in self.stop_ids or n >= self.n_gen
+
     def ending(self) -> tuple[str, dict[str, Value]] | None:
         """(status, reason field) when the last token ended the answer, else None."""
         if self.produced and self.produced[-1] in self.stop_ids:
@@ -132,10 +142,10 @@ class Job:
         return None
 
     def summary(self, epoch: int) -> dict[str, Value]:
-        """Counts, epoch, seed and time account of this job's [done] line, in wire order."""
+        """Counts, epoch, seed, time account and drafts of this job's [done] line, in wire order."""
         return {
             "prompt": len(self.ids), "reused": self.reused, "gen": len(self.produced),
-            "epoch": epoch, "seed": self.seed, **self.account.close(),
+            "epoch": epoch, "seed": self.seed, **self.account.close(), **self.drafts.report(),
         }  # fmt: skip
 
     def report(self) -> dict[str, object]:
@@ -143,4 +153,5 @@ class Job:
         return {
             "id": self.key if isinstance(self.key, str) else None, "phase": self.phase.value,
             "prompt": len(self.ids), "at": self.prefilled, "reused": self.reused, "gen": len(self.produced),
+            **self.drafts.report(),
         }  # fmt: skip

@@ -98,6 +98,12 @@ class Recovery:
         self._trimmed_bytes[why] += released
         log.info("pool trim (%s): %d bytes (%.1f MiB) released", why, released, released / MIB)
 
+    def shrink(self, failure: OutOfDeviceMemory) -> None:
+        """A draft ran out of memory, and a smaller one is verified: the cache goes first."""
+        self._note(failure)
+        self._rungs["shrink"] += 1
+        self._engine.trim()
+
     def split(self, failure: OutOfDeviceMemory) -> None:
         """A step of several sequences ran out of memory, and each is stepped alone: the cache goes first."""
         self._note(failure)

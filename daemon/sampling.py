@@ -52,6 +52,7 @@ class Sampler:
 
     Attributes:
         takes_best: the token is always that of the best raw logit, banned ids aside.
+        window: so many of the last ids of a history matter.
     """
 
     def __init__(self, sampling: Sampling, seed: int) -> None:
@@ -64,6 +65,7 @@ class Sampler:
             or sampling.frequency_penalty != 0.0
             or sampling.presence_penalty != 0.0
         )
+        self.window = sampling.penalty_window if self._penalises else 0
         self.takes_best = sampling.temperature == 0.0 and not len(self._bias) and not self._penalises
 
     def sample(self, logits: Logits, history: TokenIds, n: int, banned: Collection[int] = ()) -> int:

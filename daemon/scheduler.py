@@ -19,6 +19,7 @@ import numpy as np
 
 from slotd.daemon.admission import Admission, SlotOnDisk
 from slotd.daemon.backend import HostOutputs, Outputs
+from slotd.daemon.decoding import Decoding
 from slotd.daemon.disk_commands import DiskCommands
 from slotd.daemon.engine import Engine
 from slotd.daemon.inline_snapshots import InlineSnapshots
@@ -26,7 +27,7 @@ from slotd.daemon.job import Job, Phase
 from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.kv.slot_hash import SlotHash
 from slotd.daemon.kv.slot_store import SlotStore
-from slotd.daemon.link import Emit, Finished, Line, Progress, Started, State, Stop, Submit, ToEngine, ToFront
+from slotd.daemon.link import Finished, Line, Progress, Started, State, Stop, Submit, ToEngine, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
 from slotd.daemon.memory.pressure import Extent
 from slotd.daemon.models.model import Interrupted
@@ -37,6 +38,7 @@ from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
 from slotd.daemon.slot_chains import chain_restored
 from slotd.daemon.slot_commands import SlotCommands, describe
+from slotd.daemon.speculation import DEFAULT_BUDGET, Drafter, Speculation
 from slotd.daemon.totals import Totals
 from slotd.protocol.errors import Value
 from slotd.protocol.messages import Park, Prompt, RestoreChain, Restored, SnapInlineFailed, Unpark
@@ -70,6 +72,8 @@ class Scheduler:
         trim_tokens: give cached blocks of the pool back each time a prompt has computed so many tokens;
             0 = never.
         idle_unload: seconds without use after which the weights are unloaded; None = never.
+        drafter: guesses what comes next; None = plain decoding.
+        budget: most guessed tokens of a step and request.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Scheduler:
         max_stall: float, eos_ids: frozenset[int], policy: Policy = Policy.LADDER, trim_tokens: int = 0,
         slot_store: SlotStore | None = None, clock: Callable[[], float] = time.monotonic, epoch: int = 0,
         flush: Callable[[], None] = lambda: None, idle_unload: float | None = None,
+        drafter: Drafter | None = None, budget: int = DEFAULT_BUDGET,
     ) -> None:  # fmt: skip
         assert parallel <= MAX_STEP_ROWS
         self._engine = engine
@@ -106,6 +111,8 @@ class Scheduler:
         self._rows_per_second = 0.0
         self._published = -STATE_INTERVAL
         self._totals = Totals()
+        speculation = Speculation(drafter, budget, engine.hyper.n_vocab, self._totals)
+        self._decoding = Decoding(engine, self._recovery, speculation, self._totals, deliver, self)
 
     # ----- the loop
 
@@ -122,7 +129,7 @@ class Scheduler:
                 self._publish(force=True)
                 self._arrived.wait(self.rest())
         for job in [*self._running, *self._waiting]:
-            self._finish(job, "cancelled")
+            self.finish(job, "cancelled")
         for submit in self._exclusive:
             self._deliver(Finished(submit.key, "cancelled"))
         self._disk.close()
@@ -187,7 +194,7 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for job in [*self._running, *self._waiting]:
             if job.flags.cancelled:
-                self._finish(job, "cancelled")
+                self.finish(job, "cancelled")
 
     def _run_exclusive(self) -> None:
         while self._exclusive and not self._running:
@@ -211,9 +218,9 @@ class Scheduler:
                 if self._running:
                     self._full = True  # what runs now will give its pages back
                 else:
-                    self._fail(job, error)
+                    self.fail(job, error)
             except Exception as error:
-                self._fail(job, error)
+                self.fail(job, error)
             else:
                 self._waiting.remove(job)
                 self._running.append(job)
@@ -256,11 +263,11 @@ class Scheduler:
         except Interrupted:
             interrupted = True  # ended below, where the frames of the piece and their arrays are gone
         except Exception as error:
-            self._fail(job, error)
+            self.fail(job, error)
         else:
             self._take_turns(job)
         if interrupted:
-            self._finish(job, "cancelled")
+            self.finish(job, "cancelled")
         return True
 
     def _take_turns(self, job: Job) -> None:
@@ -307,78 +314,25 @@ class Scheduler:
 
     def _prompt_is_known(self, job: Job, outputs: Outputs) -> None:
         if job.n_gen == 0:
-            self._finish(job, "ok")
+            self.finish(job, "ok")
             return
         job.phase = Phase.DECODE
         job.account.enter("decode")
-        self._choose(job, NextTokens([job], outputs, len(outputs.rows) - 1), 0)
+        self._decoding.choose(job, NextTokens([job], outputs, len(outputs.rows) - 1), 0)
 
     # ----- decode
 
     def _step(self) -> bool:
-        """One row for every decoding sequence, in one call. False when none could step."""
+        """One step of every decoding sequence. False when none could step."""
         jobs = [job for job in self._running if job.phase is Phase.DECODE and not job.flags.paused]
         if not jobs:
             return False
-        alone = self._step_together(jobs) if len(jobs) > 1 else jobs
-        for job in alone:
-            self._step_alone(job)
+        self._decoding.step(jobs)
         return True
-
-    def _step_together(self, jobs: list[Job]) -> list[Job]:
-        """One step of all jobs in one call. Returns those that have to be stepped alone."""
-        n_committed, failure = 0, None
-        try:
-            tokens = NextTokens(jobs, self._engine.forward(_next_rows(jobs), Kind.STEP))
-            for row, job in enumerate(jobs):
-                self._engine.commit(job.running_sequence, [row])
-                n_committed += 1
-        except OutOfDeviceMemory as error:
-            failure = error.bare()
-        except Exception as error:
-            log.info("a step of %d sequences failed, each is stepped alone: %s", len(jobs), error)
-        if failure is not None:
-            self._recovery.split(failure)
-        for row, job in enumerate(jobs[:n_committed]):
-            self._choose_or_fail(job, tokens, row)
-        return jobs[n_committed:]  # what the others have committed stays
-
-    def _step_alone(self, job: Job) -> None:
-        try:
-            outputs = self._try(job, lambda: self._compute_step(job))
-        except Exception as error:
-            self._fail(job, error)
-        else:
-            self._choose_or_fail(job, NextTokens([job], outputs), 0)
-
-    def _compute_step(self, job: Job) -> Outputs:
-        outputs = self._engine.forward(_next_rows([job]), Kind.STEP)
-        self._engine.commit(job.running_sequence, [0])
-        return outputs
-
-    def _choose_or_fail(self, job: Job, tokens: NextTokens, index: int) -> None:
-        try:
-            self._choose(job, tokens, index)
-        except Exception as error:
-            self._fail(job, error)
-
-    def _choose(self, job: Job, tokens: NextTokens, index: int) -> None:
-        """Sample the next token from its row of logits, hand it out, and end the answer when it says so."""
-        job.account.enter("sample")
-        token, scores = tokens.of(index)
-        job.take(token)
-        self._totals.generated_tokens += 1
-        job.account.enter("emit")
-        self._deliver(Emit(job.key, len(job.produced) - 1, (token,), scores))
-        ending = job.ending()
-        if ending is not None:
-            self._finish(job, *ending)
-        else:
-            job.account.enter("decode")
 
     # ----- endings
 
-    def _finish(self, job: Job, status: str, reason: dict[str, Value] | None = None) -> None:
+    def finish(self, job: Job, status: str, reason: dict[str, Value] | None = None) -> None:
         """End a job; what it computed stays usable for the next request that shares it."""
         self._leave(job)
         if job.sequence is not None:
@@ -390,7 +344,7 @@ class Scheduler:
             self._deliver(Line(SnapInlineFailed(slot=job.command.snap.slot, reason="past_prompt"), job.key))
         self._end(job, status, None, reason or {})
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: Job, error: Exception) -> None:
         """End a job with an error; its sequence is closed, nobody else's is touched."""
         self._leave(job)
         if job.sequence is not None:
@@ -441,8 +395,3 @@ class Scheduler:
             "recovery": self._recovery.report(),
             "totals": asdict(self._totals),
         }))  # fmt: skip
-
-
-def _next_rows(jobs: list[Job]) -> Rows:
-    """The tokens that were chosen last and are not computed yet."""
-    return Rows.next_tokens([job.running_sequence for job in jobs], [job.produced[-1] for job in jobs])

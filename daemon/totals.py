@@ -17,6 +17,8 @@ class Totals:
         reused_tokens: so many were there already, and
         computed_tokens: so many were computed until now (fewer in all, when a request was cut short).
         generated_tokens: tokens of answers.
+        drafted_tokens: tokens that were guessed and verified; of these
+        accepted_tokens: so many became part of an answer.
     """
 
     requests: int = 0
@@ -27,6 +29,8 @@ class Totals:
     reused_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def admit(self, prompt: int, reused: int, *, slot: bool) -> None:
         """A prompt of so many tokens starts; `slot`: from one or more slots."""

@@ -41,7 +41,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loop", "host"),
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
-    + ("inline_snapshots", "job", "next_token", "parking", "retained", "spilled_slots"),
+    + ("inline_snapshots", "job", "next_token", "parking", "retained", "spilled_slots")
+    + ("decoding", "drafts", "speculation", "walk"),
     ("smallest_request",),
     ("engine",),
     ("drafting", "recurrence"),
@@ -71,6 +72,10 @@ ENGINE = (
         "inline_snapshots",
         "job",
         "next_token",
+        "decoding",
+        "drafts",
+        "speculation",
+        "walk",
         "parking",
         "candidates",
         "smallest_request",

@@ -95,14 +95,14 @@ def test_an_answer_that_just_fits_ends_by_n_gen() -> None:
 
 def test_nothing_ends_an_answer_before_min_tokens() -> None:
     made = job(min_tokens=2, stop=(31,))
-    assert made.banned == {2, 31}
-    assert taken(made, 30).banned == {2, 31}
-    assert taken(made, 30).banned == frozenset()
-    assert job().banned == frozenset()
+    assert made.banned_at(len(made.produced)) == {2, 31}
+    assert taken(made, 30).banned_at(len(made.produced)) == {2, 31}
+    assert taken(made, 30).banned_at(len(made.produced)) == frozenset()
+    assert job().banned_at(0) == frozenset()
 
 
 def test_what_is_ignored_is_not_banned() -> None:
-    assert job(min_tokens=2, stop=(31,), ignore_eos=True).banned == {31}
+    assert job(min_tokens=2, stop=(31,), ignore_eos=True).banned_at(0) == {31}
 
 
 # ----- seed and summary
@@ -132,10 +132,14 @@ def test_the_summary_is_in_wire_order() -> None:
         "seed",
         "wall_s",
         *(f"{part}_s" for part in PARTS),
+        *("drafted", "accepted", "acceptance", "mode"),
     ]
     assert list(summary.values())[:5] == [4, 2, 1, 4, 9]
 
 
 def test_the_report_names_the_request_only_when_it_has_a_name() -> None:
-    assert job().report() == {"id": "j", "phase": "waiting", "prompt": 4, "at": 0, "reused": 0, "gen": 0}
+    report = job().report()
+    counts = {"prompt": 4, "at": 0, "reused": 0, "gen": 0}
+    drafts = {"drafted": 0, "accepted": 0, "acceptance": 0.0, "mode": "plain"}
+    assert report == {"id": "j", "phase": "waiting", **counts, **drafts}
     assert job(key=7).report()["id"] is None

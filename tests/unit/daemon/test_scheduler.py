@@ -365,6 +365,7 @@ def test_the_state_says_what_is_there(rig: SchedulerRig) -> None:
     assert state["totals"] == {
         "requests": 2, "from_slot": 0, "from_ended": 1, "from_nothing": 1,
         "prompt_tokens": 200, "reused_tokens": 99, "computed_tokens": 101, "generated_tokens": 8,
+        "drafted_tokens": 0, "accepted_tokens": 0,
     }  # fmt: skip
     assert state["slots"]["5"]["hash"] == slot_hash(rig.engine.identity, "f32", "f32", 0, TEXT[:70])
     assert state["memory"]["pages_used"] > 0

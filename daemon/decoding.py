@@ -1,0 +1,218 @@
+"""Steps of the jobs that decode, and what comes of them.
+
+A step computes one row for each job, or, where something was guessed, the rows of a tree. What fails there
+costs the guess first: a smaller tree, then none, and only then does a failure concern a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from slotd.daemon.backend import Outputs
+from slotd.daemon.engine import Engine
+from slotd.daemon.job import Job
+from slotd.daemon.link import Emit, ToFront
+from slotd.daemon.memory import OutOfDeviceMemory
+from slotd.daemon.next_token import NextTokens
+from slotd.daemon.recovery import Recovery
+from slotd.daemon.rows import Kind, Rows
+from slotd.daemon.spec.tree import DraftTree
+from slotd.daemon.speculation import Speculation
+from slotd.daemon.totals import Totals
+from slotd.daemon.walk import Walk, paths_of, walk
+from slotd.protocol.errors import Value
+from slotd.protocol.messages import TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+class Endings(Protocol):
+    """Where jobs end."""
+
+    def finish(self, job: Job, status: str, reason: dict[str, Value] | None = None) -> None:
+        """End a job that has its answer."""
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """End a job with an error."""
+
+
+class Decoding:
+    """Steps.
+
+    Args:
+        engine: token ids in, logits out.
+        recovery: survives running out of memory.
+        speculation: what is guessed.
+        totals: counts.
+        deliver: takes the tokens.
+        endings: of jobs.
+    """
+
+    def __init__(
+        self, engine: Engine, recovery: Recovery, speculation: Speculation, totals: Totals,
+        deliver: Callable[[ToFront], None], endings: Endings,
+    ) -> None:  # fmt: skip
+        self._engine, self._recovery, self._speculation = engine, recovery, speculation
+        self._totals, self._deliver, self._endings = totals, deliver, endings
+
+    def step(self, jobs: list[Job]) -> None:
+        """One step of all jobs, in one call where that works."""
+        trees = self._speculation.trees(jobs)
+        if trees is not None:
+            jobs = self._step_trees(jobs, trees)
+        alone = self._step_together(jobs) if len(jobs) > 1 else jobs
+        for job in alone:
+            self._step_alone(job)
+
+    def choose(self, job: Job, tokens: NextTokens, index: int) -> None:
+        """Sample the next token from its row of logits, hand it out, and end the answer when it says so."""
+        job.account.enter("sample")
+        token, scores = tokens.of(index)
+        self._hand_out(job, (token,), scores)
+
+    # ----- one row each
+
+    def _step_together(self, jobs: list[Job]) -> list[Job]:
+        """One step of all jobs in one call. Returns those that have to be stepped alone."""
+        n_committed, failure = 0, None
+        try:
+            tokens = NextTokens(jobs, self._engine.forward(_next_rows(jobs), Kind.STEP))
+            for row, job in enumerate(jobs):
+                self._engine.commit(job.running_sequence, [row])
+                n_committed += 1
+        except OutOfDeviceMemory as error:
+            failure = error.bare()
+        except Exception as error:
+            log.info("a step of %d sequences failed, each is stepped alone: %s", len(jobs), error)
+        if failure is not None:
+            self._recovery.split(failure)
+        for row, job in enumerate(jobs[:n_committed]):
+            self._choose_or_fail(job, tokens, row)
+        return jobs[n_committed:]  # what the others have committed stays
+
+    def _step_alone(self, job: Job) -> None:
+        try:
+            outputs = self._recovery.attempt(lambda: self._compute_step(job), job.account, job.pinned)
+        except Exception as error:
+            self._endings.fail(job, error)
+        else:
+            self._choose_or_fail(job, NextTokens([job], outputs), 0)
+
+    def _compute_step(self, job: Job) -> Outputs:
+        outputs = self._engine.forward(_next_rows([job]), Kind.STEP)
+        self._engine.commit(job.running_sequence, [0])
+        return outputs
+
+    def _choose_or_fail(self, job: Job, tokens: NextTokens, index: int) -> None:
+        try:
+            self.choose(job, tokens, index)
+        except Exception as error:
+            self._endings.fail(job, error)
+
+    # ----- trees
+
+    def _step_trees(self, jobs: list[Job], trees: list[DraftTree]) -> list[Job]:
+        """One step of all jobs with their trees in one call. Returns those that still need a plain one."""
+        for job in jobs:
+            job.account.enter("verify")
+        verified = self._verify(jobs, trees)
+        walks: list[Walk] = []
+        if verified is not None:
+            outputs, trees = verified
+            walks = self._commit_paths(jobs, trees, outputs)
+        for job, tree, found in zip(jobs, trees, walks, strict=False):
+            self._speculation.walked(job, tree, found)
+            self._hand_out_or_fail(job, found)
+        for job in jobs[len(walks) :]:
+            job.account.enter("decode")
+        return jobs[len(walks) :]
+
+    def _verify(self, jobs: list[Job], trees: list[DraftTree]) -> tuple[Outputs, list[DraftTree]] | None:
+        """Compute trees, or what is left of them when there is little memory; None: not even that works."""
+        smaller: list[DraftTree] | None = trees
+        while smaller is not None:
+            try:
+                return self._engine.forward(tree_rows(jobs, smaller), Kind.STEP), smaller
+            except OutOfDeviceMemory as error:
+                failure = error.bare()
+            except Exception as error:
+                log.warning("verifying drafts failed, the step is done without: %s", error)
+                self._speculation.failed(jobs)
+                return None
+            self._recovery.shrink(failure)
+            smaller = self._speculation.smaller(jobs, smaller)
+        return None
+
+    def _commit_paths(self, jobs: list[Job], trees: list[DraftTree], outputs: Outputs) -> list[Walk]:
+        """What the first jobs get; the rest, where memory runs out, has committed nothing."""
+        starts = [0, *accumulate(len(tree) for tree in trees)]
+        owners = [job for job, tree in zip(jobs, trees, strict=True) for _ in range(len(tree))]
+        tokens = NextTokens(owners, outputs, 0, paths_of(trees))
+        found: list[Walk] = []
+        failure = None
+        for job, tree, start in zip(jobs, trees, starts, strict=False):
+            with job.account.inside("sample"):
+                walked = walk(job, tree, tokens, start)
+            try:
+                self._engine.commit(job.running_sequence, [start + row for row in walked.path])
+            except OutOfDeviceMemory as error:
+                failure = error.bare()
+                break
+            except Exception as error:
+                log.warning("committing a draft failed, the step is done without: %s", error)
+                break
+            found.append(walked)
+        if failure is not None:
+            self._recovery.split(failure)
+        return found
+
+    def _hand_out_or_fail(self, job: Job, found: Walk) -> None:
+        try:
+            if found.tokens:
+                self._hand_out(job, found.tokens, found.scores)
+        except Exception as error:
+            self._endings.fail(job, error)
+        else:
+            if found.failure is not None:
+                self._endings.fail(job, found.failure)
+
+    # ----- what comes of it
+
+    def _hand_out(self, job: Job, tokens: tuple[int, ...], scores: tuple[TokenLogprob, ...]) -> None:
+        """Emit the next tokens, and end the answer when the last one says so."""
+        at = len(job.produced)
+        for token in tokens:
+            job.take(token)
+        self._totals.generated_tokens += len(tokens)
+        job.account.enter("emit")
+        self._deliver(Emit(job.key, at, tokens, scores))
+        ending = job.ending()
+        if ending is not None:
+            self._endings.finish(job, *ending)
+        else:
+            job.account.enter("decode")
+
+
+def _next_rows(jobs: list[Job]) -> Rows:
+    """The tokens that were chosen last and are not computed yet."""
+    return Rows.next_tokens([job.running_sequence for job in jobs], [job.produced[-1] for job in jobs])
+
+
+def tree_rows(jobs: list[Job], trees: list[DraftTree]) -> Rows:
+    """The rows of trees side by side, logits wanted everywhere."""
+    counts = [len(tree) for tree in trees]
+    starts = np.repeat(np.cumsum([0, *counts[:-1]], dtype=np.int32), counts)
+    parents = np.concatenate([tree.parents for tree in trees])
+    return Rows(
+        tokens=np.concatenate([tree.tokens for tree in trees]),
+        sequences=tuple(job.running_sequence for job in jobs),
+        owner=np.repeat(np.arange(len(jobs), dtype=np.int32), counts),
+        parents=np.where(parents >= 0, parents + starts, parents).astype(np.int32),
+        depths=np.concatenate([tree.depths for tree in trees]),
+        logits=np.ones(len(parents), dtype=np.bool_),
+    )

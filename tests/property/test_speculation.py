@@ -1,0 +1,207 @@
+"""Speculation changes what a step costs, never what is said (P17, P18, P23, P24, P29, P30)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slotd.daemon.kv.pages import PAGE
+from slotd.daemon.link import Emit
+from slotd.daemon.rows import Kind
+from slotd.daemon.speculation import Drafter
+from slotd.protocol.messages import Sampling
+from tests.fakes.drafters import ChainDrafter, TreeDrafter, guess_at_random, replay
+from tests.fakes.scheduler_rig import SchedulerRig
+from tests.fakes.tiny_gguf import write_tiny_llama
+
+TEXTS: list[list[int]] = np.random.default_rng(5).integers(3, 320, (3, 45)).tolist()
+N_VOCAB, N_GEN = 320, 40
+
+#: Ways to choose tokens: everything that a plain answer knows has to mean the same here.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": Sampling(temperature=0.0)},
+    "greedy, penalties": {"sampling": Sampling(temperature=0.0, repetition_penalty=1.3, penalty_window=8)},
+    "greedy, logprobs": {"sampling": Sampling(temperature=0.0), "logprobs": 3},
+    "greedy, min_tokens": {"sampling": Sampling(temperature=0.0), "min_tokens": 30},
+    "sampled": {"sampling": Sampling(temperature=0.8, seed=7)},
+    "sampled, cut": {"sampling": Sampling(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=8)},
+    "sampled, penalties": {
+        "sampling": Sampling(
+            temperature=0.9, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.1, seed=9
+        ),
+        "logprobs": 2,
+    },
+    "sampled, bias": {"sampling": Sampling(temperature=0.7, logit_bias=((17, 4.0), (40, -3.0)), seed=10)},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("speculation") / "tiny.gguf")
+
+
+@cache
+def plain(model: Path, way: str, stop: tuple[int, ...] = ()) -> list[list[int]]:
+    """The answers to TEXTS without speculation."""
+    rig = SchedulerRig(model, eos_ids=stop)
+    return [rig.answer(number, text, N_GEN, **WAYS[way]) for number, text in enumerate(TEXTS)]
+
+
+def scores(rig: SchedulerRig, key: int) -> list[Any]:
+    """The log-probabilities of an answer, each with its token."""
+    return [
+        (token, score)
+        for message in rig.messages
+        if isinstance(message, Emit) and message.key == key
+        for token, score in zip(message.ids, message.logprobs, strict=True)
+    ]
+
+
+def drafters(answers: list[list[int]]) -> dict[str, Drafter]:
+    """Drafts of every kind for recorded answers."""
+    texts = dict(enumerate(answers))
+    never = replay(texts, 7, wrong_from=0)
+    return {
+        "right": ChainDrafter(replay(texts, 7)),
+        "wrong": ChainDrafter(never),
+        "right for two": ChainDrafter(replay(texts, 7, wrong_from=2)),
+        "random": ChainDrafter(guess_at_random(N_VOCAB, 5, 3)),
+        "tree": TreeDrafter(replay(texts, 6), N_VOCAB, 4),
+        "tree of the best": TreeDrafter(replay(texts, 6, wrong_from=3), N_VOCAB, 5, rank=0),
+        "tree at random": TreeDrafter(guess_at_random(N_VOCAB, 4, 6), N_VOCAB, 7),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_p17_p18_p29_p30_any_draft_gives_the_plain_text(model: Path, way: str) -> None:
+    """One after the other and side by side, with the log-probabilities of plain decoding."""
+    expected = plain(model, way)
+    unspeculated = SchedulerRig(model)
+    for number, text in enumerate(TEXTS):
+        unspeculated.answer(number, text, N_GEN, **WAYS[way])
+    for name, drafter in drafters(expected).items():
+        rig = SchedulerRig(model, drafter=drafter)
+        assert rig.answer(0, TEXTS[0], N_GEN, **WAYS[way]) == expected[0], name
+        for number in (1, 2):
+            rig.prompt(number, TEXTS[number], N_GEN, **WAYS[way])
+        rig.until(1, 2)
+        assert [rig.tokens(number) for number in range(3)] == expected, name
+        for number in range(3):
+            if WAYS[way].get("logprobs"):
+                assert scores(rig, number) == scores(unspeculated, number), name
+            assert len(rig.done(number).account) == len(unspeculated.done(number).account)
+
+
+def test_p18_a_draft_that_is_always_right_is_accepted_whole(model: Path) -> None:
+    answer = plain(model, "greedy")[0]
+    rig = SchedulerRig(model, drafter=ChainDrafter(replay({0: answer}, 7)))
+    assert rig.answer(0, TEXTS[0], N_GEN) == answer
+    steps = [call.rows[0] for call in rig.engine.calls if call.kind is Kind.STEP]
+    assert steps == [8, 8, 8, 8, 7]  # 39 tokens behind the first one, which the prompt gives
+    account = rig.done(0).account
+    assert (account["drafted"], account["accepted"], account["mode"]) == (34, 34, "chain")
+
+
+@pytest.mark.parametrize("name", ["right", "wrong", "right for two", "random", "tree", "tree at random"])
+def test_p23_the_counts_sum_to_the_answer(model: Path, name: str) -> None:
+    """Each step draws one token beside those that it accepts, and the prompt gives the first."""
+    answers = plain(model, "greedy")
+    rig = SchedulerRig(model, drafter=drafters(answers)[name])
+    for number, text in enumerate(TEXTS):
+        before = len(rig.engine.calls)
+        rig.answer(number, text, N_GEN)
+        steps = [call.rows[0] for call in rig.engine.calls[before:] if call.kind is Kind.STEP]
+        account = rig.done(number).account
+        assert 1 + len(steps) + account["accepted"] == account["gen"] == N_GEN
+        assert account["drafted"] == sum(steps) - len(steps)
+        verified = sum(n > 1 for n in steps)
+        assert account["acceptance"] == round((verified + account["accepted"]) / verified, 3)  # type: ignore[operator]
+    totals = rig.states()[-1]["totals"]
+    assert totals["drafted_tokens"] >= totals["accepted_tokens"] > 0 or name in (
+        "wrong",
+        "random",
+        "tree at random",
+    )
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_p17_an_end_inside_a_block(model: Path, cut: int) -> None:
+    """By a stop id, by n_gen and by a cancel: nothing behind it is said, and the place is the right one."""
+    answers = plain(model, "greedy")
+    answer = answers[0]
+    end = answer[cut]
+    upto = answer.index(end) + 1
+    rig = SchedulerRig(model, drafter=ChainDrafter(replay({"n": answer, "s": answer, "e": answer}, 7)))
+    assert rig.answer("n", TEXTS[0], cut) == answer[:cut]
+    assert dict(rig.done("n").reason) == {"limit": "n_gen"}
+    assert rig.answer("s", TEXTS[0], N_GEN, stop=(end,)) == answer[:upto]
+    assert (rig.done("s").status, dict(rig.done("s").reason)) == ("stop", {"stop": end})
+    retained = rig.scheduler._retained.get("s")
+    assert retained is not None
+    # What ends an answer is said, not computed: as after plain decoding.
+    assert retained.sequence.tokens.tolist() == [*TEXTS[0], *answer[: upto - 1]]
+    assert retained.pending == (end,)
+    ended = SchedulerRig(model, eos_ids=[end], drafter=ChainDrafter(replay({"e": answer}, 7)))
+    assert ended.answer("e", TEXTS[0], N_GEN) == answer[:upto]
+    held = SchedulerRig(model, eos_ids=[end])
+    expected = held.answer("e", TEXTS[0], N_GEN, min_tokens=cut + 4)
+    held = SchedulerRig(model, eos_ids=[end], drafter=ChainDrafter(replay({"e": expected}, 7)))
+    assert held.answer("e", TEXTS[0], N_GEN, min_tokens=cut + 4) == expected
+
+
+def test_p24_a_chain_is_a_tree_with_a_budget_of_its_length(model: Path) -> None:
+    """The same tokens are verified, step by step."""
+    answers = dict(enumerate(plain(model, "greedy")))
+    calls = []
+    for drafter in (
+        ChainDrafter(replay(answers, 6, wrong_from=4)),
+        TreeDrafter(replay(answers, 6, wrong_from=4), N_VOCAB, 1, rank=0, width=1),
+    ):
+        rig = SchedulerRig(model, drafter=drafter, budget=6)
+        rig.answer(0, TEXTS[0], N_GEN)
+        calls.append(rig.engine.calls)
+    assert calls[0] == calls[1]
+
+
+def test_the_next_request_goes_on_where_a_speculated_one_ended(model: Path) -> None:
+    """What was accepted is in the cache as if it had been computed token by token (P28)."""
+    answers = plain(model, "greedy")
+    rig = SchedulerRig(model, drafter=drafters(answers)["tree"])
+    first = rig.answer(0, TEXTS[0], N_GEN)
+    longer = [*TEXTS[0], *first, 9, 9]
+    expected = SchedulerRig(model).answer(1, longer, N_GEN)
+    follow = SchedulerRig(model, drafter=TreeDrafter(guess_at_random(N_VOCAB, 3, 2), N_VOCAB, 3))
+    follow.answer(0, TEXTS[0], N_GEN)
+    assert follow.answer(1, longer, N_GEN) == expected
+    assert follow.done(1).account["reused"] == len(TEXTS[0]) + N_GEN - 1
+
+
+def test_many_jobs_share_64_rows(model: Path) -> None:
+    """Trees shrink until they fit, the largest first; nobody goes without a row."""
+    texts = np.random.default_rng(6).integers(3, 320, (9, 20)).tolist()
+    alone = [SchedulerRig(model).answer(0, text, 24) for text in texts]
+    rig = SchedulerRig(model, parallel=9, drafter=TreeDrafter(guess_at_random(N_VOCAB, 6, 1), N_VOCAB, 2))
+    for number, text in enumerate(texts):
+        rig.prompt(number, text, 24)
+    rig.until(*range(9))
+    assert [rig.tokens(number) for number in range(9)] == alone
+    most = max(sum(call.rows) for call in rig.engine.calls if call.kind is Kind.STEP)
+    assert most == 64 - 64 % 9 or most == 64
+
+
+def test_places_of_a_tree_never_leave_the_pages_of_a_request(model: Path) -> None:
+    """An answer up to the last position of the context, in trees of the largest size."""
+    text = TEXTS[0][: PAGE - 5]
+    limit = 2 * PAGE - 1
+    with_room = SchedulerRig(model)
+    with_room.engine.max_ctx = limit
+    expected = with_room.answer(0, text, 500)
+    assert len(expected) == limit - len(text)
+    rig = SchedulerRig(model, budget=63, drafter=TreeDrafter(replay({0: expected}, 20), N_VOCAB, 2))
+    rig.engine.max_ctx = limit
+    assert rig.answer(0, text, 500) == expected
+    assert dict(rig.done(0).reason) == {"limit": "max_ctx"}
