@@ -57,6 +57,12 @@ MODEL_FLAGS = (
         "In a long prompt, release cached memory blocks every N tokens; 0 is never. Each trim waits for the "
         "device and costs time: below some thousand tokens too much.", int, "N",
     ),
+    Flag(("--draft",), "GGUF of a DFlash draft model; none is without one.", metavar="FILE"),
+    Flag(
+        ("--spec",), "What is guessed ahead and then verified, which changes no answer: auto (the default), "
+        "chain, tree, ngram or off.", metavar="MODE",
+    ),
+    Flag(("--budget",), "Most tokens that are guessed for a step of an answer.", int, "N", positive=True),
     Flag(
         ("--idle-unload",), "Unload the weights after so many seconds without a request; the next one waits "
         "until they are loaded again. Default: never.", float, "S",
@@ -129,6 +135,9 @@ class EngineArgs:
     slot_bytes: str | None = None
     device: str | None = None
     idle_unload: float | None = None
+    draft: str | None = None
+    spec: str | None = None
+    budget: int | None = None
 
     def argv(self) -> list[str]:
         """Arguments for ``slotd daemon``."""
@@ -147,6 +156,7 @@ class EngineArgs:
         names = (
             *("chunk", "parallel", "slots", "memory_limit", "oom_policy", "host_cache"),
             *("prefill_pool_trim_tokens", "slot_dir", "slot_bytes", "idle_unload"),
+            *("draft", "spec", "budget"),
         )
         given = {name: getattr(self, name) for name in names}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]

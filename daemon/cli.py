@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from slotd.daemon.cli_drafts import choose_spec, draft_options
 from slotd.daemon.cli_errors import Command, Group, naming_variable
 from slotd.daemon.config import (
     DEFAULT_CHECKPOINT_EVERY,
@@ -34,16 +35,19 @@ EXIT_FAILED, EXIT_USAGE, EXIT_MODEL = 1, 2, 3
 KV_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 or tq3_0"
 
 #: Where a flag of the source or of a later version has no effect yet, and why.
-NO_DRAFT = "drafts and speculation are not in this version"
 NO_DEVICE_CHOICE = "--device chooses the device"
 NO_WINDOW = "full attention is used; sliding windows are not in this version"
+ONE_ROLLBACK = "the path that a tree is left on is committed in one way"
+ONE_CALL = "the rows of a tree are computed in one call"
+OWN_WINDOWS = "the draft's file says how far its layers see"
 
 INACTIVE_FLAGS = {
-    **dict.fromkeys(("fast_rollback", "seq_verify", "ddtree", "ddtree_no_chain_seed"), NO_DRAFT),
-    **dict.fromkeys(("ddtree_budget", "ddtree_temp", "draft_swa", "draft_ctx_max"), NO_DRAFT),
+    "fast_rollback": ONE_ROLLBACK,
+    "seq_verify": ONE_CALL,
+    "draft_swa": OWN_WINDOWS,
     "fa_window": NO_WINDOW,
     "target_gpu": NO_DEVICE_CHOICE,
-    "draft_gpu": NO_DRAFT,
+    "draft_gpu": NO_DEVICE_CHOICE,
 }
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -245,14 +249,10 @@ def main() -> None:
     "[default: slotd's in the user's runtime folder].",
 )
 @click.option("-v", "--verbose", count=True, help="More log on stderr (-vv: everything).")
-@click.option("--fast-rollback", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
-@click.option("--seq-verify", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
-@click.option("--ddtree", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
-@click.option("--ddtree-budget", type=click.IntRange(1, 1024), help=f"Accepted; {NO_DRAFT}.")
-@click.option("--ddtree-temp", type=click.FloatRange(0, 100), help=f"Accepted; {NO_DRAFT}.")
-@click.option("--ddtree-no-chain-seed", is_flag=True, help=f"Accepted; {NO_DRAFT}.")
-@click.option("--draft-swa", type=click.IntRange(0), help=f"Accepted; {NO_DRAFT}.")
-@click.option("--draft-ctx-max", type=click.IntRange(1), help=f"Accepted; {NO_DRAFT}.")
+@draft_options
+@click.option("--fast-rollback", is_flag=True, help=f"Accepted; {ONE_ROLLBACK}.")
+@click.option("--seq-verify", is_flag=True, help=f"Accepted; {ONE_CALL}.")
+@click.option("--draft-swa", type=click.IntRange(0), help=f"Accepted; {OWN_WINDOWS}.")
 @click.option("--fa-window", type=click.IntRange(0), help=f"Accepted; {NO_WINDOW}.")
 @click.option("--target-gpu", "--target-gpus", "target_gpu", help=f"Accepted; {NO_DEVICE_CHOICE}.")
 @click.option("--draft-gpu", help=f"Accepted; {NO_DEVICE_CHOICE}.")
@@ -334,16 +334,16 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         checkpoint_every=flags["checkpoint_every"],
         state_dir=flags["state_dir"], engine=flags["engine"] or default_engine(device),
         engine_timeout=flags["engine_timeout"], idle_unload=flags["idle_unload"],
-        inactive=collect_inactive(draft, flags),
+        draft=draft or flags["draft"] or None, spec=choose_spec(flags),
+        budget=flags["budget"], draft_block=flags["draft_block"], draft_ctx=flags["draft_ctx"],
+        tree_temperature=flags["ddtree_temp"], chain_seed=flags["chain_seed"],
+        inactive=collect_inactive(flags),
     )  # fmt: skip
 
 
-def collect_inactive(draft: str | None, flags: dict[str, Any]) -> tuple[Inactive, ...]:
+def collect_inactive(flags: dict[str, Any]) -> tuple[Inactive, ...]:
     """What was asked for and has no effect in this version."""
     found = []
-    if draft is not None:
-        missing = "" if os.path.exists(draft) else "no such file; "
-        found.append(Inactive("DRAFT", draft, missing + NO_DRAFT))
     for name, reason in INACTIVE_FLAGS.items():
         value = flags[name]
         if value is None or value is False or (name == "fa_window" and value == 0):

@@ -32,6 +32,9 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 #: How a CUDA device multiplies weights (`--math`).
 MATH = ("exact", "q8", "fast")
 
+#: What is guessed ahead (`--spec`).
+SPEC = ("auto", "off", "chain", "tree", "ngram")
+
 OOM_POLICIES = ("ladder", "seed")
 
 #: Largest trim interval, in tokens.
@@ -90,6 +93,13 @@ class Config:
         engine: what hosts the engine side: thread or process.
         engine_timeout: seconds without a sign of life after which an engine process is replaced.
         idle_unload: seconds without use after which the weights are unloaded; None = never.
+        draft: path of the draft model, "none" = without one, None = the one that belongs to the target.
+        spec: what is guessed ahead: auto, off, chain, tree or ngram (see `draft_choice`).
+        budget: most guessed tokens of a step and request.
+        draft_block: rows that the draft is given, None = what it was made for.
+        draft_ctx: positions that the draft sees, at least.
+        tree_temperature: the draft's logits are divided by it before a tree is built.
+        chain_seed: trees begin with the best candidate of every position.
         inactive: what was asked for and is not there.
     """
 
@@ -119,6 +129,13 @@ class Config:
     engine: str = "thread"
     engine_timeout: float = 60.0
     idle_unload: float | None = None
+    draft: str | None = None
+    spec: str = "auto"
+    budget: int = 22
+    draft_block: int | None = None
+    draft_ctx: int = 2048
+    tree_temperature: float = 1.0
+    chain_seed: bool = False
     inactive: tuple[Inactive, ...] = ()
 
     def __post_init__(self) -> None:
@@ -146,6 +163,7 @@ class Config:
             raise ConfigError(f"--engine-timeout {self.engine_timeout:g} s: must be 0.1 to 86400")
         if self.idle_unload is not None and not 0 < self.idle_unload <= MAX_IDLE:
             raise ConfigError(f"--idle-unload {self.idle_unload:g} s: must be over 0 and at most {MAX_IDLE}")
+        self._check_drafts()
         check_range("--max-line", self.max_line, 64, 1 << 30)
         if self.slot_bytes is not None and self.slot_dir is None:
             raise ConfigError("--slot-bytes limits --slot-dir (or --cache-dir), which is not given")
@@ -153,6 +171,16 @@ class Config:
             raise ConfigError(f"--max-stall {1000 * self.max_stall:g} ms: must be over 0 and at most 60000")
         if not 0 < self.stall_timeout <= 86400:
             raise ConfigError(f"--stall-timeout {self.stall_timeout:g} s: must be over 0 and at most 86400")
+
+    def _check_drafts(self) -> None:
+        if self.spec not in SPEC:
+            raise ConfigError(f"--spec {self.spec[:40]!r}: must be {', '.join(SPEC[:-1])} or {SPEC[-1]}")
+        check_range("--budget", self.budget, 1, 1024)
+        if self.draft_block is not None:
+            check_range("--draft-block", self.draft_block, 2, 64)
+        check_range("--draft-ctx", self.draft_ctx, 1, MAX_CTX_LIMIT)
+        if not 0 <= self.tree_temperature <= 100:
+            raise ConfigError(f"--ddtree-temp {self.tree_temperature:g}: must be 0 to 100")
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:

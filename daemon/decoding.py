@@ -51,23 +51,31 @@ class Decoding:
         totals: counts.
         deliver: takes the tokens.
         endings: of jobs.
+        clock: seconds.
     """
 
     def __init__(
         self, engine: Engine, recovery: Recovery, speculation: Speculation, totals: Totals,
-        deliver: Callable[[ToFront], None], endings: Endings,
+        deliver: Callable[[ToFront], None], endings: Endings, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._engine, self._recovery, self._speculation = engine, recovery, speculation
-        self._totals, self._deliver, self._endings = totals, deliver, endings
+        self._totals, self._deliver, self._endings, self._clock = totals, deliver, endings, clock
+        self._ended: float | None = None  # the last step, when nothing else was done since
 
     def step(self, jobs: list[Job]) -> None:
         """One step of all jobs, in one call where that works."""
+        if self._ended is None and self._speculation.adapts:
+            self._ended = self._clock()
         trees = self._speculation.trees(jobs)
         if trees is not None:
             jobs = self._step_trees(jobs, trees)
         alone = self._step_together(jobs) if len(jobs) > 1 else jobs
         for job in alone:
             self._step_alone(job)
+
+    def break_off(self) -> None:
+        """Something else is done between two steps: what it takes is no part of the next one."""
+        self._ended = None
 
     def choose(self, job: Job, tokens: NextTokens, index: int) -> None:
         """Sample the next token from its row of logits, hand it out, and end the answer when it says so."""
@@ -91,6 +99,8 @@ class Decoding:
             log.info("a step of %d sequences failed, each is stepped alone: %s", len(jobs), error)
         if failure is not None:
             self._recovery.split(failure)
+        elif n_committed == len(jobs):
+            self._note_plain(jobs)
         for row, job in enumerate(jobs[:n_committed]):
             self._choose_or_fail(job, tokens, row)
         return jobs[n_committed:]  # what the others have committed stays
@@ -101,6 +111,7 @@ class Decoding:
         except Exception as error:
             self._endings.fail(job, error)
         else:
+            self._note_plain([job])
             self._choose_or_fail(job, NextTokens([job], outputs), 0)
 
     def _compute_step(self, job: Job) -> Outputs:
@@ -114,6 +125,17 @@ class Decoding:
         except Exception as error:
             self._endings.fail(job, error)
 
+    def _note_plain(self, jobs: list[Job]) -> None:
+        if self._speculation.adapts:
+            self._speculation.stepped(jobs, self._elapsed())
+
+    def _elapsed(self) -> float:
+        """Seconds since the last step, whose tokens were handed out meanwhile, or since this one began."""
+        now = self._clock()
+        began = now if self._ended is None else self._ended
+        self._ended = now
+        return now - began
+
     # ----- trees
 
     def _step_trees(self, jobs: list[Job], trees: list[DraftTree]) -> list[Job]:
@@ -123,10 +145,13 @@ class Decoding:
         verified = self._verify(jobs, trees)
         walks: list[Walk] = []
         if verified is not None:
-            outputs, trees = verified
-            walks = self._commit_paths(jobs, trees, outputs)
-        for job, tree, found in zip(jobs, trees, walks, strict=False):
-            self._speculation.walked(job, tree, found)
+            outputs, smaller = verified
+            walks = self._commit_paths(jobs, smaller, outputs)
+            whole = smaller is trees and len(walks) == len(jobs)
+            seconds = self._elapsed() if whole and self._speculation.adapts else None
+            n = len(walks)
+            self._speculation.verified(jobs[:n], smaller[:n], walks, seconds)
+        for job, found in zip(jobs, walks, strict=False):
             self._hand_out_or_fail(job, found)
         for job in jobs[len(walks) :]:
             job.account.enter("decode")
@@ -153,23 +178,22 @@ class Decoding:
         starts = [0, *accumulate(len(tree) for tree in trees)]
         owners = [job for job, tree in zip(jobs, trees, strict=True) for _ in range(len(tree))]
         tokens = NextTokens(owners, outputs, 0, paths_of(trees))
-        found: list[Walk] = []
-        failure = None
+        walks = []
         for job, tree, start in zip(jobs, trees, starts, strict=False):
             with job.account.inside("sample"):
-                walked = walk(job, tree, tokens, start)
-            try:
-                self._engine.commit(job.running_sequence, [start + row for row in walked.path])
-            except OutOfDeviceMemory as error:
-                failure = error.bare()
-                break
-            except Exception as error:
-                log.warning("committing a draft failed, the step is done without: %s", error)
-                break
-            found.append(walked)
+                walks.append(walk(job, tree, tokens, start))
+        n_committed, failure = 0, None
+        try:
+            for job, found, start in zip(jobs, walks, starts, strict=False):
+                self._engine.commit(job.running_sequence, [start + row for row in found.path])
+                n_committed += 1
+        except OutOfDeviceMemory as error:
+            failure = error.bare()
+        except Exception as error:
+            log.warning("committing drafts failed, the step is done without: %s", error)
         if failure is not None:
             self._recovery.split(failure)
-        return found
+        return walks[:n_committed]
 
     def _hand_out_or_fail(self, job: Job, found: Walk) -> None:
         try:

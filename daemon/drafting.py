@@ -69,6 +69,7 @@ class Drafting:
         window: positions of a context that are kept, at least; up to a page more are.
 
     Attributes:
+        path: as given.
         refusal: why there is no draft though there is a file; None: there is one, or none was wanted.
     """
 
@@ -76,7 +77,7 @@ class Drafting:
         self, backend: Backend, path: Path | None, target: HyperParameters, max_ctx: int, window: int
     ) -> None:
         self.refusal: str | None = None
-        self._backend, self._memory, self._path = backend, backend.memory, path
+        self._backend, self._memory, self.path = backend, backend.memory, path
         self._target, self._max_ctx, self._window = target, max_ctx, window
         self._identity: str | None = None
         self._store: PageStorage | None = None
@@ -101,10 +102,10 @@ class Drafting:
 
         Where that cannot be, `refusal` says why, and there is none.
         """
-        if self._path is None:
+        if self.path is None:
             return
         try:
-            with self._memory.site("draft_load"), open_draft(self._path) as file:
+            with self._memory.site("draft_load"), open_draft(self.path) as file:
                 self._load(file, runner)
             self.refusal = None
         except (ModelError, OutOfDeviceMemory) as error:

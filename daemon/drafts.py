@@ -6,10 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from slotd.daemon.rows import MAX_STEP_ROWS
+from slotd.daemon.spec.adaptation import Adaptation, Mode
 from slotd.protocol.errors import Value
-
-#: Mode of an answer that nothing was guessed for.
-PLAIN = "plain"
 
 #: Verified steps after which a tree may have twice as many rows again.
 STEPS_TO_GROW = 32
@@ -31,16 +29,18 @@ class Drafts:
         rest: so many steps go without a draft.
         failures: since the last draft that worked.
         good_steps: verified steps since `most_rows` changed.
+        adaptation: chooses mode and size; None: nobody has asked yet.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    modes: Counter[str] = field(default_factory=Counter)
+    modes: Counter[Mode] = field(default_factory=Counter)
     most_rows: int = MAX_STEP_ROWS
     rest: int = 0
     failures: int = 0
     good_steps: int = 0
+    adaptation: Adaptation | None = None
 
     def rests(self) -> bool:
         """Whether this step goes without a draft; counts it."""
@@ -57,7 +57,7 @@ class Drafts:
         """There was no memory for more rows."""
         self.most_rows, self.good_steps = most_rows, 0
 
-    def verified(self, mode: str, drafted: int, accepted: int) -> None:
+    def verified(self, mode: Mode, drafted: int, accepted: int) -> None:
         """A step has verified a draft."""
         self.steps += 1
         self.drafted += drafted
@@ -74,8 +74,8 @@ class Drafts:
         `acceptance`: tokens of a step that verified a draft, the one behind the accepted ones included.
         """
         acceptance = (self.steps + self.accepted) / self.steps if self.steps else 0.0
-        mode = self.modes.most_common(1)[0][0] if self.modes else PLAIN
+        mode = self.modes.most_common(1)[0][0] if self.modes else Mode.PLAIN
         return {
             "drafted": self.drafted, "accepted": self.accepted, "acceptance": round(acceptance, 3),
-            "mode": mode,
+            "mode": mode.value,
         }  # fmt: skip

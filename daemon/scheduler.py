@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -38,7 +39,7 @@ from slotd.daemon.retained import Retained, RetainedSequences
 from slotd.daemon.rows import MAX_STEP_ROWS, Kind, Rows
 from slotd.daemon.slot_chains import chain_restored
 from slotd.daemon.slot_commands import SlotCommands, describe
-from slotd.daemon.speculation import DEFAULT_BUDGET, Drafter, Speculation
+from slotd.daemon.speculation import Drafter, Speculation
 from slotd.daemon.totals import Totals
 from slotd.protocol.errors import Value
 from slotd.protocol.messages import Park, Prompt, RestoreChain, Restored, SnapInlineFailed, Unpark
@@ -72,8 +73,8 @@ class Scheduler:
         trim_tokens: give cached blocks of the pool back each time a prompt has computed so many tokens;
             0 = never.
         idle_unload: seconds without use after which the weights are unloaded; None = never.
-        drafter: guesses what comes next; None = plain decoding.
-        budget: most guessed tokens of a step and request.
+        drafters: guess what comes next; none = plain decoding.
+        adapts: guesses follow what they cost and what comes of them.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Scheduler:
         max_stall: float, eos_ids: frozenset[int], policy: Policy = Policy.LADDER, trim_tokens: int = 0,
         slot_store: SlotStore | None = None, clock: Callable[[], float] = time.monotonic, epoch: int = 0,
         flush: Callable[[], None] = lambda: None, idle_unload: float | None = None,
-        drafter: Drafter | None = None, budget: int = DEFAULT_BUDGET,
+        drafters: SequenceOf[Drafter] = (), adapts: bool = False,
     ) -> None:  # fmt: skip
         assert parallel <= MAX_STEP_ROWS
         self._engine = engine
@@ -111,8 +112,8 @@ class Scheduler:
         self._rows_per_second = 0.0
         self._published = -STATE_INTERVAL
         self._totals = Totals()
-        speculation = Speculation(drafter, budget, engine.hyper.n_vocab, self._totals)
-        self._decoding = Decoding(engine, self._recovery, speculation, self._totals, deliver, self)
+        speculation = Speculation(drafters, engine.hyper.n_vocab, self._totals, adapts, clock)
+        self._decoding = Decoding(engine, self._recovery, speculation, self._totals, deliver, self, clock)
 
     # ----- the loop
 
@@ -148,6 +149,8 @@ class Scheduler:
         stepped = self._step()
         self._flush()
         filled = self._prefill_piece(beside_decode=stepped)
+        if filled or not stepped:
+            self._decoding.break_off()
         self._flush()
         self._publish()
         if took or stepped or filled:

@@ -14,6 +14,7 @@ from slotd.daemon.assembly import Daemon
 from slotd.daemon.config import Config
 from slotd.daemon.device_backend import open_backend
 from slotd.daemon.door import Limits, admit_prompt
+from slotd.daemon.draft_choice import DraftChoice, choose_drafts, draft_path
 from slotd.daemon.engine import Engine
 from slotd.daemon.host import EngineHost
 from slotd.daemon.kv.host_arena import HostArena, open_arena
@@ -62,6 +63,8 @@ def build_engine(config: Config, arena: HostArena | None = None) -> Engine:
             host_cache=host_budget(config) if arena is None else arena.budget,
             arena=arena,
             checkpoint_every=config.checkpoint_every,
+            draft=draft_path(config, model.identity),
+            draft_ctx=config.draft_ctx,
         )
     except OutOfDeviceMemory as error:
         limit = f"--memory-limit {config.memory_limit}" if config.memory_limit else "the device's memory"
@@ -101,8 +104,12 @@ def open_engine_side(
         deliver(message)
 
     store = None if config.slot_dir is None else SlotStore(config.slot_dir, config.slot_bytes)
-    scheduler = _scheduler(config, engine, deliver_recorded, Policy(config.oom_policy), store, flush, epoch)
-    props = _props(config, engine, store)
+    drafts = choose_drafts(config, engine)
+    _say(config, engine, drafts)
+    scheduler = _scheduler(
+        config, engine, deliver_recorded, Policy(config.oom_policy), drafts, store, flush, epoch
+    )
+    props = {**_props(config, engine, store), "speculation": drafts.report(config, engine)}
     return scheduler, Opened(engine.hyper.n_vocab, engine.max_ctx, store is not None, props)
 
 
@@ -135,7 +142,7 @@ def run_once(config: Config, stdout_fd: int, prompt_path: str, n_gen: int, out_p
             ended.append(message)
             scheduler.put(Stop())
 
-    scheduler = _scheduler(config, engine, deliver, Policy.ONCE)
+    scheduler = _scheduler(config, engine, deliver, Policy.ONCE, choose_drafts(config, engine))
     command = Prompt(path=prompt_path, n_gen=n_gen)
     limits = Limits(n_vocab=engine.hyper.n_vocab, max_ctx=engine.max_ctx, slots=config.slots)
     try:
@@ -153,15 +160,25 @@ def run_once(config: Config, stdout_fd: int, prompt_path: str, n_gen: int, out_p
     return 0
 
 
+def _say(config: Config, engine: Engine, drafts: DraftChoice) -> None:
+    """What is guessed from now on; loudly, where a draft that was asked for is not used."""
+    modes = ", ".join(mode.value for mode in drafts.modes) or "off"
+    missing = engine.drafting.path is not None and not engine.drafts
+    if missing or (config.spec in ("chain", "tree") and not drafts.drafters):
+        print(f"slotd: speculation: {modes} ({drafts.reason})", file=sys.stderr, flush=True)
+    else:
+        log.info("speculation: %s%s", modes, f" ({drafts.reason})" if drafts.reason else "")
+
+
 def _scheduler(
-    config: Config, engine: Engine, deliver: Callable[[ToFront], None], policy: Policy,
+    config: Config, engine: Engine, deliver: Callable[[ToFront], None], policy: Policy, drafts: DraftChoice,
     store: SlotStore | None = None, flush: Callable[[], None] = lambda: None, epoch: int = 0,
 ) -> Scheduler:  # fmt: skip
     return Scheduler(
         engine, deliver, chunk=config.chunk or engine.backend.chunk, parallel=config.parallel,
         max_stall=config.max_stall, eos_ids=frozenset(engine.hyper.stop_ids), policy=policy,
         trim_tokens=config.trim_tokens, slot_store=store, flush=flush, epoch=epoch,
-        idle_unload=config.idle_unload,
+        idle_unload=config.idle_unload, drafters=drafts.drafters, adapts=drafts.adapts,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ INPUT_AND_OUTPUT = frozenset(
 
 #: Library -> modules and folders that may import it; * stands for any letters.
 CONFINED = {
-    "click": ("slotd.client.cli", "slotd.daemon.cli", "slotd.daemon.cli_errors"),
+    "click": ("slotd.client.cli", "slotd.daemon.cli", "slotd.daemon.cli_*"),
     "rich": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
     "prompt_toolkit": ("slotd.client.render", "slotd.client.repl", "slotd.client.top"),
     "cupy": ("slotd.daemon.ops.cuda_*", "slotd.daemon.ops.kernels", "slotd.daemon.memory"),
@@ -34,7 +34,7 @@ CONFINED = {
 #: The daemon from top to bottom. A unit is a module or folder directly under daemon/; it may import its own
 #: layer and lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "cli", "cli_errors"),
+    ("__main__", "cli", "cli_drafts", "cli_errors"),
     ("child",),
     ("serve", "serve_process"),
     ("assembly", "process_host"),
@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handlers", "front", "outbox", "open_requests", "door", "prompt_files"),
     ("scheduler", "slot_commands", "disk_commands", "slot_chains", "background", "admission", "recovery")
     + ("inline_snapshots", "job", "next_token", "parking", "retained", "spilled_slots")
-    + ("decoding", "drafts", "speculation", "walk"),
+    + ("decoding", "draft_choice", "draft_sources", "drafts", "speculation", "walk"),
     ("smallest_request",),
     ("engine",),
     ("drafting", "recurrence"),
@@ -73,6 +73,8 @@ ENGINE = (
         "job",
         "next_token",
         "decoding",
+        "draft_choice",
+        "draft_sources",
         "drafts",
         "speculation",
         "walk",

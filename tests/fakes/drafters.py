@@ -9,7 +9,10 @@ import numpy as np
 
 from slotd.daemon.job import Job
 from slotd.daemon.link import Key
+from slotd.daemon.spec.adaptation import Choice, Mode
 from slotd.daemon.spec.tree import DraftTree, build_tree, chain
+
+BUDGET = 22
 
 #: From a job to the ids that are guessed behind its pending token.
 Guess = Callable[[Job], SequenceOf[int]]
@@ -22,15 +25,19 @@ class ChainDrafter:
         drafted: how many trees were asked for.
     """
 
-    mode = "chain"
-
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
+    def __init__(self, guess: Guess, budget: int = BUDGET) -> None:
+        self._guess, self._budget = guess, budget
         self.drafted = 0
 
-    def draft(self, jobs: SequenceOf[Job], budget: int) -> list[DraftTree | None]:
+    def most(self, job: Job) -> Mapping[Mode, int]:
+        return {Mode.CHAIN: self._budget + 1}
+
+    def draft(self, jobs: SequenceOf[Job], choices: SequenceOf[Choice]) -> list[DraftTree | None]:
         self.drafted += len(jobs)
-        return [chain(job.produced[-1], list(self._guess(job))[:budget]) for job in jobs]
+        return [
+            chain(job.produced[-1], list(self._guess(job))[: choice.rows - 1])
+            for job, choice in zip(jobs, choices, strict=True)
+        ]
 
 
 class TreeDrafter:
@@ -41,14 +48,18 @@ class TreeDrafter:
         rank: of the guessed id among the candidates, 0 = the best.
     """
 
-    mode = "tree"
-
-    def __init__(self, guess: Guess, n_vocab: int, seed: int, rank: int = 1, width: int = 4) -> None:
+    def __init__(
+        self, guess: Guess, n_vocab: int, seed: int, rank: int = 1, width: int = 4, budget: int = BUDGET
+    ) -> None:
+        self._budget = budget
         self._guess, self._n_vocab, self._rank, self._width = guess, n_vocab, rank, width
         self._rng = np.random.default_rng(seed)
 
-    def draft(self, jobs: SequenceOf[Job], budget: int) -> list[DraftTree | None]:
-        return [self._tree(job, budget) for job in jobs]
+    def most(self, job: Job) -> Mapping[Mode, int]:
+        return {Mode.TREE: self._budget + 1}
+
+    def draft(self, jobs: SequenceOf[Job], choices: SequenceOf[Choice]) -> list[DraftTree | None]:
+        return [self._tree(job, choice.rows - 1) for job, choice in zip(jobs, choices, strict=True)]
 
     def _tree(self, job: Job, budget: int) -> DraftTree | None:
         guessed = list(self._guess(job))[:budget]

@@ -84,7 +84,7 @@ def test_p17_p18_p29_p30_any_draft_gives_the_plain_text(model: Path, way: str) -
     for number, text in enumerate(TEXTS):
         unspeculated.answer(number, text, N_GEN, **WAYS[way])
     for name, drafter in drafters(expected).items():
-        rig = SchedulerRig(model, drafter=drafter)
+        rig = SchedulerRig(model, drafters=[drafter])
         assert rig.answer(0, TEXTS[0], N_GEN, **WAYS[way]) == expected[0], name
         for number in (1, 2):
             rig.prompt(number, TEXTS[number], N_GEN, **WAYS[way])
@@ -98,7 +98,7 @@ def test_p17_p18_p29_p30_any_draft_gives_the_plain_text(model: Path, way: str) -
 
 def test_p18_a_draft_that_is_always_right_is_accepted_whole(model: Path) -> None:
     answer = plain(model, "greedy")[0]
-    rig = SchedulerRig(model, drafter=ChainDrafter(replay({0: answer}, 7)))
+    rig = SchedulerRig(model, drafters=[ChainDrafter(replay({0: answer}, 7))])
     assert rig.answer(0, TEXTS[0], N_GEN) == answer
     steps = [call.rows[0] for call in rig.engine.calls if call.kind is Kind.STEP]
     assert steps == [8, 8, 8, 8, 7]  # 39 tokens behind the first one, which the prompt gives
@@ -110,7 +110,7 @@ def test_p18_a_draft_that_is_always_right_is_accepted_whole(model: Path) -> None
 def test_p23_the_counts_sum_to_the_answer(model: Path, name: str) -> None:
     """Each step draws one token beside those that it accepts, and the prompt gives the first."""
     answers = plain(model, "greedy")
-    rig = SchedulerRig(model, drafter=drafters(answers)[name])
+    rig = SchedulerRig(model, drafters=[drafters(answers)[name]])
     for number, text in enumerate(TEXTS):
         before = len(rig.engine.calls)
         rig.answer(number, text, N_GEN)
@@ -135,7 +135,7 @@ def test_p17_an_end_inside_a_block(model: Path, cut: int) -> None:
     answer = answers[0]
     end = answer[cut]
     upto = answer.index(end) + 1
-    rig = SchedulerRig(model, drafter=ChainDrafter(replay({"n": answer, "s": answer, "e": answer}, 7)))
+    rig = SchedulerRig(model, drafters=[ChainDrafter(replay({"n": answer, "s": answer, "e": answer}, 7))])
     assert rig.answer("n", TEXTS[0], cut) == answer[:cut]
     assert dict(rig.done("n").reason) == {"limit": "n_gen"}
     assert rig.answer("s", TEXTS[0], N_GEN, stop=(end,)) == answer[:upto]
@@ -145,11 +145,11 @@ def test_p17_an_end_inside_a_block(model: Path, cut: int) -> None:
     # What ends an answer is said, not computed: as after plain decoding.
     assert retained.sequence.tokens.tolist() == [*TEXTS[0], *answer[: upto - 1]]
     assert retained.pending == (end,)
-    ended = SchedulerRig(model, eos_ids=[end], drafter=ChainDrafter(replay({"e": answer}, 7)))
+    ended = SchedulerRig(model, eos_ids=[end], drafters=[ChainDrafter(replay({"e": answer}, 7))])
     assert ended.answer("e", TEXTS[0], N_GEN) == answer[:upto]
     held = SchedulerRig(model, eos_ids=[end])
     expected = held.answer("e", TEXTS[0], N_GEN, min_tokens=cut + 4)
-    held = SchedulerRig(model, eos_ids=[end], drafter=ChainDrafter(replay({"e": expected}, 7)))
+    held = SchedulerRig(model, eos_ids=[end], drafters=[ChainDrafter(replay({"e": expected}, 7))])
     assert held.answer("e", TEXTS[0], N_GEN, min_tokens=cut + 4) == expected
 
 
@@ -158,10 +158,10 @@ def test_p24_a_chain_is_a_tree_with_a_budget_of_its_length(model: Path) -> None:
     answers = dict(enumerate(plain(model, "greedy")))
     calls = []
     for drafter in (
-        ChainDrafter(replay(answers, 6, wrong_from=4)),
-        TreeDrafter(replay(answers, 6, wrong_from=4), N_VOCAB, 1, rank=0, width=1),
+        ChainDrafter(replay(answers, 6, wrong_from=4), budget=6),
+        TreeDrafter(replay(answers, 6, wrong_from=4), N_VOCAB, 1, rank=0, width=1, budget=6),
     ):
-        rig = SchedulerRig(model, drafter=drafter, budget=6)
+        rig = SchedulerRig(model, drafters=[drafter])
         rig.answer(0, TEXTS[0], N_GEN)
         calls.append(rig.engine.calls)
     assert calls[0] == calls[1]
@@ -170,11 +170,11 @@ def test_p24_a_chain_is_a_tree_with_a_budget_of_its_length(model: Path) -> None:
 def test_the_next_request_goes_on_where_a_speculated_one_ended(model: Path) -> None:
     """What was accepted is in the cache as if it had been computed token by token (P28)."""
     answers = plain(model, "greedy")
-    rig = SchedulerRig(model, drafter=drafters(answers)["tree"])
+    rig = SchedulerRig(model, drafters=[drafters(answers)["tree"]])
     first = rig.answer(0, TEXTS[0], N_GEN)
     longer = [*TEXTS[0], *first, 9, 9]
     expected = SchedulerRig(model).answer(1, longer, N_GEN)
-    follow = SchedulerRig(model, drafter=TreeDrafter(guess_at_random(N_VOCAB, 3, 2), N_VOCAB, 3))
+    follow = SchedulerRig(model, drafters=[TreeDrafter(guess_at_random(N_VOCAB, 3, 2), N_VOCAB, 3)])
     follow.answer(0, TEXTS[0], N_GEN)
     assert follow.answer(1, longer, N_GEN) == expected
     assert follow.done(1).account["reused"] == len(TEXTS[0]) + N_GEN - 1
@@ -184,7 +184,7 @@ def test_many_jobs_share_64_rows(model: Path) -> None:
     """Trees shrink until they fit, the largest first; nobody goes without a row."""
     texts = np.random.default_rng(6).integers(3, 320, (9, 20)).tolist()
     alone = [SchedulerRig(model).answer(0, text, 24) for text in texts]
-    rig = SchedulerRig(model, parallel=9, drafter=TreeDrafter(guess_at_random(N_VOCAB, 6, 1), N_VOCAB, 2))
+    rig = SchedulerRig(model, parallel=9, drafters=[TreeDrafter(guess_at_random(N_VOCAB, 6, 1), N_VOCAB, 2)])
     for number, text in enumerate(texts):
         rig.prompt(number, text, 24)
     rig.until(*range(9))
@@ -201,7 +201,7 @@ def test_places_of_a_tree_never_leave_the_pages_of_a_request(model: Path) -> Non
     with_room.engine.max_ctx = limit
     expected = with_room.answer(0, text, 500)
     assert len(expected) == limit - len(text)
-    rig = SchedulerRig(model, budget=63, drafter=TreeDrafter(replay({0: expected}, 20), N_VOCAB, 2))
+    rig = SchedulerRig(model, drafters=[TreeDrafter(replay({0: expected}, 20), N_VOCAB, 2, budget=63)])
     rig.engine.max_ctx = limit
     assert rig.answer(0, text, 500) == expected
     assert dict(rig.done(0).reason) == {"limit": "max_ctx"}

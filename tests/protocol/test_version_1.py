@@ -213,18 +213,16 @@ def test_the_source_command_line_is_accepted_and_what_is_inactive_is_said(
         daemon.send(f"{prompt} 3")
         assert len(daemon.read_stream()) <= 3
         daemon.send("PROPS")
-        inactive = {entry["name"]: entry for entry in daemon.wait_json("props")["inactive"]}
-        assert set(inactive) == {
-            "DRAFT",
-            "--fast-rollback",
-            "--ddtree",
-            "--ddtree-budget",
-            "--fa-window",
-            "--target-gpu",
-        }
-        assert inactive["DRAFT"]["value"] == "missing-draft.safetensors"
+        props = daemon.wait_json("props")
+        inactive = {entry["name"]: entry for entry in props["inactive"]}
+        assert set(inactive) == {"--fast-rollback", "--fa-window", "--target-gpu"}
         assert all(entry["reason"] for entry in inactive.values())
-        assert "no such file" in inactive["DRAFT"]["reason"]
+        speculation = props["speculation"]
+        assert (speculation["spec"], speculation["modes"], speculation["draft"]) == ("tree", [], None)
+        assert (speculation["budget"], "missing-draft.safetensors" in speculation["reason"]) == (22, True)
+        without = [line for line in daemon.stderr.splitlines() if line.startswith("slotd: speculation: off")]
+        assert len(without) == 1
+        assert "missing-draft.safetensors" in without[0]
         said = [line for line in daemon.stderr.splitlines() if "not active" in line]
         assert len(said) == 1
         assert all(name in said[0] for name in inactive)

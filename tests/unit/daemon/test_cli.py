@@ -19,6 +19,11 @@ from slotd.daemon.config import Config
 from slotd.protocol.errors import ConfigError
 from tests.fakes.draft_checkpoint import write_checkpoint
 
+NO_DRAFTS: dict[str, Any] = {
+    "draft": None, "spec": "auto", "ddtree": False, "budget": 22, "draft_block": None, "draft_ctx": 2048,
+    "ddtree_temp": 1.0, "chain_seed": False,
+}  # fmt: skip
+
 FLAGS: dict[str, Any] = {
     "model": None, "backend": "auto", "stream_fd": None, "memory_limit": None, "max_ctx": None,
     "slot_dir": None, "slot_bytes": None,
@@ -28,8 +33,7 @@ FLAGS: dict[str, Any] = {
     "max_line": "16MiB", "max_stall": 60.0, "stall_timeout": 60.0, "oom_policy": "ladder",
     "engine": None, "engine_timeout": 60.0, "idle_unload": None,
     "host_cache": None, "trim_tokens": None, "state_dir": None, "checkpoint_every": 4096,
-    **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, "ddtree": False,
-    "ddtree_no_chain_seed": False,
+    **dict.fromkeys(INACTIVE_FLAGS), "fast_rollback": False, "seq_verify": False, **NO_DRAFTS,
 }  # fmt: skip
 
 
@@ -142,35 +146,47 @@ def test_lines_for_a_stream() -> None:
 
 
 def test_nothing_is_inactive_when_nothing_was_asked_for() -> None:
-    assert collect_inactive(None, FLAGS) == ()
+    assert collect_inactive(FLAGS) == ()
 
 
 @pytest.mark.parametrize("name", INACTIVE_FLAGS)
 def test_every_inactive_flag_is_listed_with_its_value_and_reason(name: str) -> None:
     value = True if FLAGS[name] is False else 5
-    (found,) = collect_inactive(None, FLAGS | {name: value})
+    (found,) = collect_inactive(FLAGS | {name: value})
     assert found.name == "--" + name.replace("_", "-")
     assert found.value == ("" if value is True else "5")
     assert found.reason == INACTIVE_FLAGS[name]
 
 
-@pytest.mark.parametrize("name", ["ddtree_temp", "draft_swa"])
+@pytest.mark.parametrize("name", ["draft_swa"])
 def test_zero_is_a_value_like_any_other(name: str) -> None:
-    (found,) = collect_inactive(None, FLAGS | {name: 0})
+    (found,) = collect_inactive(FLAGS | {name: 0})
     assert found.value == "0"
 
 
 def test_a_window_of_nothing_is_full_attention() -> None:
-    assert collect_inactive(None, FLAGS | {"fa_window": 0}) == ()
+    assert collect_inactive(FLAGS | {"fa_window": 0}) == ()
 
 
-def test_a_draft_is_listed_and_may_be_missing(tmp_path: Path) -> None:
-    draft = tmp_path / "draft.gguf"
-    (missing,) = collect_inactive(str(draft), FLAGS)
-    assert (missing.name, missing.value) == ("DRAFT", str(draft))
-    assert missing.reason == f"no such file; {cli.NO_DRAFT}"
-    draft.touch()
-    assert collect_inactive(str(draft), FLAGS)[0].reason == cli.NO_DRAFT
+# ----- drafts
+
+
+def test_a_draft_by_word_or_flag_or_none() -> None:
+    assert make_config("t", None, FLAGS).draft is None
+    assert make_config("t", "d", FLAGS).draft == "d"
+    assert make_config("t", None, FLAGS | {"draft": "e"}).draft == "e"
+    assert make_config("t", "d", FLAGS | {"draft": "e"}).draft == "d"
+    assert make_config("t", "none", FLAGS | {"draft": "e"}).draft == "none"
+    assert make_config("t", None, FLAGS | {"draft": "none"}).draft == "none"
+
+
+def test_ddtree_is_a_mode() -> None:
+    assert make_config("t", None, FLAGS).spec == "auto"
+    assert make_config("t", None, FLAGS | {"spec": "ngram"}).spec == "ngram"
+    assert make_config("t", None, FLAGS | {"ddtree": True}).spec == "tree"
+    assert make_config("t", None, FLAGS | {"ddtree": True, "spec": "tree"}).spec == "tree"
+    with pytest.raises(ConfigError, match="--ddtree and --spec off contradict"):
+        make_config("t", None, FLAGS | {"ddtree": True, "spec": "off"})
 
 
 # ----- the commands

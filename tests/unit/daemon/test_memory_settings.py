@@ -68,6 +68,8 @@ def test_the_warning_is_one_line_on_stderr(
         "exact": False, "math": None, "max_line": "1MiB", "max_stall": 60.0, "stall_timeout": 60.0,
         "oom_policy": "ladder", "host_cache": None, "slot_dir": None, "slot_bytes": None, "state_dir": None,
         "engine": None, "engine_timeout": 60.0, "idle_unload": None,
+        "draft": "none", "spec": "auto", "ddtree": False, "budget": 22, "draft_block": None,
+        "draft_ctx": 2048, "ddtree_temp": 1.0, "chain_seed": False,
     }  # fmt: skip
     assert cli.make_config("model.gguf", None, flags).trim_tokens == 0
     out, err = capfd.readouterr()
