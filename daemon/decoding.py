@@ -28,6 +28,9 @@ from slotd.daemon.walk import Walk, paths_of, walk
 from slotd.protocol.errors import Value
 from slotd.protocol.messages import TokenLogprob
 
+#: No step takes less, in seconds, on whatever clock.
+SHORTEST = 1e-9
+
 log = logging.getLogger(__name__)
 
 
@@ -134,7 +137,7 @@ class Decoding:
         now = self._clock()
         began = now if self._ended is None else self._ended
         self._ended = now
-        return now - began
+        return max(now - began, SHORTEST)
 
     # ----- trees
 

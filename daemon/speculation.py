@@ -102,12 +102,14 @@ class Speculation:
         for job in jobs:
             if job.remaining < 2 or job.drafts.rests():
                 continue
+            job.account.enter("draft")
             drafters = {
                 mode: (drafter, min(rows, job.drafts.most_rows))
                 for drafter in self._drafters
                 for mode, rows in drafter.most(job).items()
                 if rows > 1
             }
+            job.account.enter("decode")
             choice = self._choose(
                 job, {mode: rows for mode, (_, rows) in drafters.items()}, beside, len(jobs)
             )

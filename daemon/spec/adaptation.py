@@ -54,6 +54,9 @@ WORTH_IT = 1.02
 #: Tokens after which a mode is tried again that does not seem the best: twice as many after each failure.
 TRY_AGAIN, TRY_AGAIN_MOST = 64, 512
 
+#: Tokens after which a mode is tried for the first time, on the allowance.
+TRY_FIRST = 8
+
 #: A step has at most this many times the rows that were measured before.
 GROW_BY = 4
 
@@ -182,7 +185,7 @@ class Adaptation:
         self._accepted = dict.fromkeys(Mode, OWN_PRIOR)
         self._expected = dict.fromkeys(Mode, OWN_PRIOR)
         self._emitted = 0
-        self._try_at = dict.fromkeys(Mode, TRY_AGAIN)  # emitted tokens
+        self._try_at = dict.fromkeys(Mode, TRY_FIRST)  # emitted tokens
         self._try_after = dict.fromkeys(Mode, TRY_AGAIN)
         self._allowance = ALLOWED_AT_FIRST
 

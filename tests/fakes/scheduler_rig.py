@@ -20,6 +20,7 @@ from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.scheduler import Scheduler
 from slotd.daemon.sequence import Sequence
+from slotd.daemon.speculation import Drafter
 from slotd.daemon.weights.reader import open_model
 from slotd.protocol.messages import Command, Event, Prompt, Restore
 from tests.fakes.front_rig import Clock
@@ -88,21 +89,26 @@ class SchedulerRig:
     Args:
         model: path of the GGUF.
         fault: as in SLOTD_FAULT.
+        draft: path of a draft.
+        drafters: of the scheduler, or what makes them for the engine.
         options: of the scheduler.
     """
 
     def __init__(
-        self, model: Path, *, fault: str | None = None, eos_ids: SequenceOf[int] = (), **options: Any
-    ) -> None:
+        self, model: Path, *, fault: str | None = None, eos_ids: SequenceOf[int] = (),
+        draft: Path | None = None,
+        drafters: SequenceOf[Drafter] | Callable[[Engine], SequenceOf[Drafter]] = (), **options: Any,
+    ) -> None:  # fmt: skip
         memory = DeviceMemory(faults=Faults.parse(fault))
         with open_model(model) as file:
-            self.engine = WatchedEngine(file, NumpyBackend(memory, exact=True))
+            self.engine = WatchedEngine(file, NumpyBackend(memory, exact=True), draft=draft)
         self.clock = Clock()
         self.messages: list[ToFront] = []  # but Started
         self.started: list[Key] = []
         self.flags: dict[Key, Flags] = {}
         self.scheduler = Scheduler(
             self.engine, self._deliver, eos_ids=frozenset(eos_ids), clock=self.clock,
+            drafters=drafters(self.engine) if callable(drafters) else drafters,
             **{"chunk": 128, "parallel": 4, "max_stall": 0.06, **options},
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slotd.daemon.backend import HostOutputs
+from slotd.daemon.job import Job
 from slotd.daemon.kv.pages import PAGE
-from slotd.daemon.link import Emit
+from slotd.daemon.link import Emit, Flags, Key, Submit
+from slotd.daemon.next_token import NextTokens
 from slotd.daemon.rows import Kind
+from slotd.daemon.spec.tree import DraftTree, build_tree, chain, root_only
 from slotd.daemon.speculation import Drafter
-from slotd.protocol.messages import Sampling
+from slotd.daemon.walk import paths_of, walk
+from slotd.protocol.messages import Prompt, Sampling, Snapshot
 from tests.fakes.drafters import ChainDrafter, TreeDrafter, guess_at_random, replay
 from tests.fakes.scheduler_rig import SchedulerRig
 from tests.fakes.tiny_gguf import write_tiny_llama
@@ -51,12 +57,15 @@ def plain(model: Path, way: str, stop: tuple[int, ...] = ()) -> list[list[int]]:
     return [rig.answer(number, text, N_GEN, **WAYS[way]) for number, text in enumerate(TEXTS)]
 
 
+def emitted(rig: SchedulerRig, key: Key) -> list[Emit]:
+    return [message for message in rig.messages if isinstance(message, Emit) and message.key == key]
+
+
 def scores(rig: SchedulerRig, key: int) -> list[Any]:
     """The log-probabilities of an answer, each with its token."""
     return [
         (token, score)
-        for message in rig.messages
-        if isinstance(message, Emit) and message.key == key
+        for message in emitted(rig, key)
         for token, score in zip(message.ids, message.logprobs, strict=True)
     ]
 
@@ -205,3 +214,123 @@ def test_places_of_a_tree_never_leave_the_pages_of_a_request(model: Path) -> Non
     rig.engine.max_ctx = limit
     assert rig.answer(0, text, 500) == expected
     assert dict(rig.done(0).reason) == {"limit": "max_ctx"}
+
+
+# ----- with recurrent layers
+
+HYBRID = Path(__file__).parents[1] / "golden" / "data" / "qwen35-mtp.gguf"
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled, penalties"])
+def test_p28_recurrent_states_follow_the_accepted_path(way: str) -> None:
+    """Answers side by side, and what is computed behind them: in a slot, and as the next turn."""
+    plainly = SchedulerRig(HYBRID)
+    expected = [plainly.answer(n, text[:20], 20, **WAYS[way]) for n, text in enumerate(TEXTS)]
+    n_vocab = plainly.engine.hyper.n_vocab
+    texts = dict(enumerate(expected))
+    for drafter in (
+        ChainDrafter(replay(texts, 7, wrong_from=3)),
+        TreeDrafter(replay(texts, 5), n_vocab, 3),
+        TreeDrafter(guess_at_random(n_vocab, 5, 4), n_vocab, 5),
+    ):
+        rig = SchedulerRig(HYBRID, drafters=[drafter])
+        for number, text in enumerate(TEXTS):
+            rig.prompt(number, text[:20], 20, **WAYS[way])
+        rig.until(0, 1, 2)
+        assert [rig.tokens(number) for number in range(3)] == expected
+        for number in range(3):
+            assert rig.scheduler._retained.get(number) is not None
+        longer = [*TEXTS[2][:20], *expected[2], 7]
+        fresh = SchedulerRig(HYBRID).answer("fresh", longer, 1, logprobs=5)
+        rig.scheduler._decoding._speculation._drafters = ()
+        assert rig.answer("next", longer, 1, logprobs=5) == fresh
+        assert rig.done("next").account["reused"] == 39
+
+
+def test_field_report_24_a_slot_of_a_speculated_answer_holds_its_states() -> None:
+    """The next tokens have the log-probabilities that they have without slot and guess, bit by bit."""
+    text, found = TEXTS[0][:20], []
+    for drafters in ([], [TreeDrafter(guess_at_random(300, 5, 4), 300, 5)]):
+        rig = SchedulerRig(HYBRID, drafters=drafters)
+        answer = rig.answer("a", text, 20)
+        rig.put("s", Snapshot(slot=3))
+        rig.until("s")
+        again = rig.answer("b", [*text, *answer, 5], 8, slot=3, logprobs=3)
+        found.append((answer, again, [(m.ids, m.logprobs) for m in emitted(rig, "b")]))
+        assert rig.done("b").account["reused"] == 40
+    flat = [[pair for ids, scores in each[2] for pair in zip(ids, scores, strict=True)] for each in found]
+    assert found[0][:2] == found[1][:2]
+    assert flat[0] == flat[1]
+
+
+# ----- the law of what is drawn
+
+TOY = np.array([[2.0, 1.0, 0.0, -1.0], [0.0, 2.5, 1.0, 0.5], [1.0, 1.0, 1.2, 0.0], [-1.0, 0.5, 0.0, 2.0]])
+TEMPERATURE, DRAWS = 0.8, 4000
+
+#: 99.9 % of chi-square with 15 degrees of freedom.
+MOST_CHI_SQUARE = 37.7
+
+
+def toy_job(seed: int) -> Job:
+    command = Prompt(ids=[0], n_gen=9, sampling=Sampling(temperature=TEMPERATURE, seed=seed))
+    job = Job(Submit("a", command, Flags(), 0.0, np.array([0], np.int32)), 99, frozenset(), lambda: 0.0)
+    job.take(0)
+    return job
+
+
+def drawn_by(tree_behind: Callable[[int], DraftTree], best_only: bool = False) -> float:
+    """Chi-square of pairs of tokens behind token 0, against the law of the model."""
+    counts = np.zeros((4, 4))
+    for seed in range(DRAWS):
+        job = toy_job(seed)
+        while len(job.produced) < 3:
+            tree = tree_behind(job.produced[-1])
+            logits = TOY[tree.tokens].astype(np.float32)
+            tokens = NextTokens(
+                [job] * len(tree), HostOutputs(logits, np.arange(len(tree))), 0, paths_of([tree])
+            )
+            found = walk(job, tree, tokens, 0)
+            taken = found.tokens
+            if best_only:  # a walk that follows the best token and draws the last one only
+                row = tree.child(0, int(np.argmax(TOY[job.produced[-1]])))
+                taken = taken[:1] if row is None else (int(tree.tokens[row]), tokens.of(row)[0])
+            for token in taken:
+                job.take(token)
+        counts[job.produced[1], job.produced[2]] += 1
+    law = np.exp(TOY / TEMPERATURE)
+    law /= law.sum(axis=1, keepdims=True)
+    expected = DRAWS * law[0][:, None] * law
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("name", ["plain", "chain", "tree", "wrong"])
+def test_p30_field_report_37_tokens_are_drawn_by_the_law_of_the_model(name: str) -> None:
+    """A vocabulary of 4, 4,000 pairs at temperature 0.8; the draft is greedy, the target draws."""
+    best = [int(np.argmax(row)) for row in TOY]
+    trees: dict[str, Callable[[int], DraftTree]] = {
+        "plain": root_only,
+        "chain": lambda root: chain(root, [best[root], best[best[root]]]),
+        "tree": lambda root: build_tree(
+            root, np.array([[best[root], 3, 0], [2, 1, 3]], np.int32),
+            np.array([[-0.1, -2, -3], [-0.5, -1, -2]], np.float32), 8,
+        ),
+        "wrong": lambda root: chain(root, [int(np.argmin(TOY[root])), 0]),
+    }  # fmt: skip
+    assert drawn_by(trees[name]) < MOST_CHI_SQUARE
+    if name == "chain":
+        assert drawn_by(trees[name], best_only=True) > 10 * MOST_CHI_SQUARE
+
+
+def test_field_report_39_the_seed_decides_the_text_whatever_guesses(model: Path) -> None:
+    """The same seed twice: the same text; another one: another text; with each kind of draft."""
+    texts: set[tuple[int, ...]] = set()
+    for seed in (1, 1, 2):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        plainly = SchedulerRig(model).answer(0, TEXTS[0], 30, sampling=sampling)
+        for drafter in drafters([plainly]).values():
+            assert (
+                SchedulerRig(model, drafters=[drafter]).answer(0, TEXTS[0], 30, sampling=sampling) == plainly
+            )
+        texts.add(tuple(plainly))
+    assert len(texts) == 2
