@@ -17,7 +17,18 @@ from slotd.daemon.kv.host_tier import OutOfHostMemory
 from slotd.daemon.kv.slots import Slot
 from slotd.daemon.link import Key, Line, ToFront
 from slotd.daemon.memory import OutOfDeviceMemory, Policy
-from slotd.daemon.memory.pressure import Clear, Extent, Fail, GiveUp, Held, Ladder, Move, Situation, Trim
+from slotd.daemon.memory.pressure import (
+    Clear,
+    DropDraft,
+    Extent,
+    Fail,
+    GiveUp,
+    Held,
+    Ladder,
+    Move,
+    Situation,
+    Trim,
+)
 from slotd.daemon.retained import RetainedSequences
 from slotd.protocol.messages import AllCleared
 
@@ -142,6 +153,9 @@ class Recovery:
                     again = self._give_up(spare)
                 case Move(slot=number):
                     again = self._move(number, pinned)
+                case DropDraft():
+                    self._engine.drafting.give_up("its memory was needed for requests")
+                    again = True
                 case Clear():
                     self._clear(rung)
                     again = rung.retry
@@ -165,6 +179,7 @@ class Recovery:
                 for number, slot in engine.slots.items()
             ),
             host_room=tier.budget,
+            draft=engine.drafts,
         )  # fmt: skip
 
     def _give_up(self, spare: Key | None) -> bool:

@@ -7,6 +7,7 @@ the rung out, and tries the step again when the rung says so. Under the policy `
 2. `GiveUp`: the oldest ended sequence goes; its prefix has to be computed again. One at a time.
    `Move`: a slot moves to host memory, the one used least recently first; nothing is lost. Only slots that
    own device bytes nobody else holds: a page that a running sequence shares frees nothing.
+   `DropDraft`: the draft model goes for good; answers stay the same and take longer.
 3. `Clear`: all slots that still hold device memory go, once for each step that fails.
 4. `Fail`: this request alone fails.
 
@@ -36,7 +37,7 @@ class Extent(enum.Enum):
     """How far a ladder may go."""
 
     ALL = "all"
-    #: Rungs 1 and 2: for what can wait or can be done without.
+    #: Rungs 1 and 2, the draft left alone: for what can wait or can be done without.
     LOSSLESS = "lossless"
 
 
@@ -69,11 +70,13 @@ class Situation:
         ended: how many ended sequences could be given up.
         slots: the filled slots.
         host_room: most bytes that one slot may take in the host tier; 0 = there is none.
+        draft: whether a draft model is loaded.
     """
 
     ended: int
     slots: tuple[Held, ...]
     host_room: int
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class Move:
     """Move a slot to the host tier, then try again; when it can not be moved ask for another rung."""
 
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropDraft:
+    """Unload the draft model for good, then try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ class Fail:
     """End this request with `oom`."""
 
 
-Rung = Trim | GiveUp | Move | Clear | Fail
+Rung = Trim | GiveUp | Move | DropDraft | Clear | Fail
 
 
 class Ladder:
@@ -160,6 +168,8 @@ class Ladder:
             oldest = min(movable, key=lambda held: (held.last_used, held.slot))
             self._tried.add(oldest.slot)
             return Move(oldest.slot)
+        if now.draft and self._extent is Extent.ALL:
+            return DropDraft()
         freed = [held for held in now.slots if held.tier == "device" and not held.pinned]
         if freed and not self._cleared and self._extent is Extent.ALL:
             self._cleared = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from slotd.daemon.memory.pressure import (
     EMBED,
     Clear,
+    DropDraft,
     Extent,
     Fail,
     GiveUp,
@@ -26,8 +29,8 @@ def held(slot: int, tier: str = "device", own: int = 10, used: float = 0.0, pinn
     return Held(slot, tier, 20, own, used, pinned)
 
 
-def situation(*slots: Held, ended: int = 0, host_room: int = 100) -> Situation:
-    return Situation(ended, slots, host_room)
+def situation(*slots: Held, ended: int = 0, host_room: int = 100, draft: bool = False) -> Situation:
+    return Situation(ended, slots, host_room, draft)
 
 
 def climb(now: Situation, policy: Policy = Policy.LADDER, extent: Extent = Extent.ALL) -> list[Rung]:
@@ -38,20 +41,22 @@ def climb(now: Situation, policy: Policy = Policy.LADDER, extent: Extent = Exten
         rungs.append(rung)
         match rung:
             case GiveUp():
-                now = Situation(now.ended - 1, now.slots, now.host_room)
+                now = replace(now, ended=now.ended - 1)
             case Move(slot=number):
                 moved = tuple(held(s.slot, "host") if s.slot == number else s for s in now.slots)
-                now = Situation(now.ended, moved, now.host_room)
+                now = replace(now, slots=moved)
+            case DropDraft():
+                now = replace(now, draft=False)
             case Clear(freed=freed):
-                now = Situation(now.ended, tuple(s for s in now.slots if s.slot not in freed), now.host_room)
+                now = replace(now, slots=tuple(s for s in now.slots if s.slot not in freed))
     return rungs
 
 
 def test_the_rungs_come_in_order() -> None:
     shared = held(3, own=0)
-    rungs = climb(situation(held(1, used=5), held(2, used=4), shared, ended=2))
+    rungs = climb(situation(held(1, used=5), held(2, used=4), shared, ended=2, draft=True))
     assert rungs == [
-        Trim(), GiveUp(), GiveUp(), Move(2), Move(1),
+        Trim(), GiveUp(), GiveUp(), Move(2), Move(1), DropDraft(),
         Clear(freed=(3,), kept=(1, 2), ended=False, retry=True), Fail(),
     ]  # fmt: skip
 
@@ -81,12 +86,12 @@ def test_a_slot_that_could_not_be_moved_is_offered_once() -> None:
 
 
 def test_a_lossless_ladder_clears_nothing() -> None:
-    rungs = climb(situation(held(1), held(2, own=0), ended=1), extent=Extent.LOSSLESS)
+    rungs = climb(situation(held(1), held(2, own=0), ended=1, draft=True), extent=Extent.LOSSLESS)
     assert rungs == [Trim(), GiveUp(), Move(1), Fail()]
 
 
 def test_seed_clears_every_tier_once_and_gives_the_request_up() -> None:
-    now = situation(held(1), held(2, "host"), held(3, pinned=True), ended=1)
+    now = situation(held(1), held(2, "host"), held(3, pinned=True), ended=1, draft=True)
     assert climb(now, Policy.SEED) == [Clear((1, 2, 3), (), ended=True, retry=False), Fail()]
     assert climb(situation(), Policy.SEED) == [Clear((), (), ended=True, retry=False), Fail()]
 
