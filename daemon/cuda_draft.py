@@ -318,6 +318,6 @@ def check_draft(file: DraftFile, n_vocab: int) -> None:
 
 
 def _within(block: Block, window: int) -> Block:
-    """The block as layers with a window see it: whole pages, up to one place less than a page more."""
+    """The block as layers with a window see it: whole pages, so that some rows see up to a page more."""
     n = max(0, block.context - window) // PAGE
     return Block(block.tokens, block.position, block.context - n * PAGE, block.addresses[:, n:])

@@ -266,16 +266,14 @@ def test_answers_with_trees_are_the_greedy_ones(engine: Engine) -> None:
     assert total / steps > 2.5, "the draft guesses worse than it was trained to"
 
 
-@pytest.fixture(scope="module")
-def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def synthetic(folder: Path, window: int) -> tuple[Path, Path]:
     """A target with features of 3 * 1024 numbers, and a draft with layers that have a window."""
-    folder = tmp_path_factory.mktemp("models")
     target = dataclasses.replace(
         PRESETS["tiny"], n_layer=4, n_embd=1024, n_ff=2816, n_head=8, n_head_kv=2, head_dim=128, n_vocab=4096
     )
     draft = dataclasses.replace(
         DRAFTS["tiny-draft"], n_layer=3, n_embd=1024, n_ff=2048, n_head=8, n_head_kv=2, head_dim=128,
-        layers=(3, 0, 2), n_vocab=4096, window=128,
+        layers=(3, 0, 2), n_vocab=4096, window=window,
     )  # fmt: skip
     return (
         write_synthetic(folder / "target.gguf", target, 5),
@@ -283,10 +281,14 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-@pytest.mark.parametrize("draft_ctx", [64, 2048])
-def test_windows_and_dropped_pages_beside_numpy(synthetic: tuple[Path, Path], draft_ctx: int) -> None:
-    """A window is cut at pages here: contexts are chosen so that this is where it ends."""
-    target, draft = synthetic
+@pytest.mark.parametrize(
+    ("draft_ctx", "window", "limit"), [(64, 0, 0.25), (2048, 4096, 0.25), (2048, 256, 1.0)]
+)
+def test_windows_and_dropped_pages_beside_numpy(
+    tmp_path: Path, draft_ctx: int, window: int, limit: float
+) -> None:
+    """The last window cuts contexts: at pages here, so that some rows see more than with NumPy."""
+    target, draft = synthetic(tmp_path, window)
     with open_model(target) as file:
         host = Engine(file, NumpyBackend(), k_type="f16", v_type="f16", max_ctx=4096, draft=draft,
                       draft_ctx=draft_ctx)  # fmt: skip
@@ -298,12 +300,12 @@ def test_windows_and_dropped_pages_beside_numpy(synthetic: tuple[Path, Path], dr
             sequence = started(engine, tokens[:n], piece)
             proposals.append(propose(engine, [sequence], [tokens[n - 1]]))
             engine.close(sequence)
-        assert_near(*proposals, 0.25, f"{n} tokens in pieces of {piece}, context of {draft_ctx}")
+        what = f"{n} tokens in pieces of {piece}, context of {draft_ctx}, window of {window}"
+        assert_near(*proposals, limit, what)
 
 
-def test_a_draft_goes_and_comes_with_its_target(synthetic: tuple[Path, Path]) -> None:
-    target, draft = synthetic
-    engine = device_engine(target, draft)
+def test_a_draft_goes_and_comes_with_its_target(tmp_path: Path) -> None:
+    engine = device_engine(*synthetic(tmp_path, 0))
     tokens = np.random.default_rng(4).integers(10, 4000, 300).tolist()
     sequence = started(engine, tokens)
     before = propose(engine, [sequence], [7])
