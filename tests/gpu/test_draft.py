@@ -175,6 +175,38 @@ def test_a_step_that_was_foreseen_leaves_its_features(engine: Engine) -> None:
 
 
 @pytest.mark.model
+def test_rows_may_wait_until_they_are_asked_for(engine: Engine) -> None:
+    """Contexts of steps that nobody asks after, more of them than features are kept of; rows taken back."""
+    *tokens, pending = VECTORS["case1_ids"].tolist()
+    waiting, at_once, others = (started(engine, tokens) for _ in range(3))
+    runner = engine.drafting._runner
+    assert isinstance(runner, CudaDraft)
+    held = []
+    for step in range(60):  # of 13 rows each
+        ids = [(97 * step + 13 * i) % 4000 + 10 for i in range(12)]
+        parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+        for sequence in (waiting, at_once):
+            parts = [Rows.tree(sequence, ids, parents), Rows.next_tokens([others], [ids[0]])]
+            engine.forward(Rows.join(parts), Kind.STEP).greedy()
+            engine.commit(sequence, [0, 2, 4][: 1 + step % 3])
+            if step % 5 == 0 and step:
+                engine.truncate(sequence, len(sequence) - 2)
+            if sequence is at_once:
+                runner.finish()
+            else:
+                held.append(sum(len(rows.features) for rows in runner._left))
+            engine.commit(others, [12])
+    print(f"rows that wait: {held}")
+    assert waiting.tokens == at_once.tokens
+    assert max(held) > 0
+    assert_same(
+        propose(engine, [waiting], [pending]), propose(engine, [at_once], [pending]), "rows that wait"
+    )
+    for sequence in (waiting, at_once, others):
+        engine.close(sequence)
+
+
+@pytest.mark.model
 def test_blocks_in_company_after_a_retire_and_with_a_slot(engine: Engine) -> None:
     cases = [VECTORS[f"case{case}_ids"].tolist() for case in range(3)]
     sequences = [started(engine, tokens[:-1]) for tokens in cases]
