@@ -155,6 +155,7 @@ class CudaRunner:
     def keep_features(self, features: CudaFeatures) -> None:
         """From now on calls leave theirs there."""
         self._features = self._steps.features = features
+        self._steps.drop_graphs()  # those that are there leave none
 
     def forget_draft(self) -> None:
         self._features = self._steps.features = None

@@ -347,5 +347,19 @@ def test_a_draft_goes_and_comes_with_its_target(tmp_path: Path) -> None:
     assert isinstance(engine.drafting._runner, CudaDraft)
     print(f"parked: {parked}, loaded again: {dict(engine.memory_report()['live'])}")
     assert_same(propose(engine, [sequence], [7]), before, "after park and unpark")
+
+    # The draft alone: graphs that were captured without it leave no features.
+    other = engine.fork(sequence)
+    extended = []
+    for one in (other, sequence):
+        if one is sequence:
+            assert engine.drafting.park()
+            engine.forward(Rows.next_tokens([engine.fork(sequence)], [8]), Kind.STEP)
+            assert engine.drafting.unpark()
+        for token in (8, 9, 10):
+            engine.forward(Rows.next_tokens([one], [token]), Kind.STEP).greedy()
+            engine.commit(one, [0])
+        extended.append(propose(engine, [one], [11]))
+    assert_same(extended[1], extended[0], "after the draft alone went and came")
     engine.close(sequence)
     engine.trim()
