@@ -142,6 +142,10 @@ class DraftRunner(Protocol):
         """Take committed rows of the target's last call into the context of their sequence."""
         ...
 
+    def finish(self) -> None:
+        """Have all that was taken in the pages, if it is not."""
+        ...
+
     def propose(
         self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
     ) -> Proposals:

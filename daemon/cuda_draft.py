@@ -1,13 +1,16 @@
 """A DFlash draft on a CUDA device: its context row by row, its blocks as captured graphs.
 
-Neither waits for what the host does not ask for: rows that were committed become context behind the step that
-computed them, and a proposal is one copy in and one out. Arrays of these graphs have places of their own
-(tag `draft`): the logits of the target's last step stay while they run.
+Rows of steps that were committed become context when somebody asks for a proposal, or before their features
+or pages go: many steps' rows in one launch while nobody does. Nothing waits for that, and a proposal is one
+copy in and one out. Arrays of these graphs have places of their own (tag `draft`): the logits of the target's
+last step stay while they run.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ from slotd.daemon.cuda_steps import ROW_BUCKETS, tokens_of
 from slotd.daemon.draft_rows import ContextRows, DraftBlock, Proposals
 from slotd.daemon.kv.cuda_store import CudaPageStore
 from slotd.daemon.kv.pages import PAGE, pages_for
+from slotd.daemon.memory import OutOfDeviceMemory
 from slotd.daemon.memory.cuda_memory import CudaMemory
 from slotd.daemon.models.dflash import DFlash
 from slotd.daemon.ops import cuda_blocks
@@ -142,6 +146,12 @@ class CudaDraft:
         self._contexts: dict[int, _Context] = {}
         self._blocks: OrderedDict[Key, _Blocks] = OrderedDict()
         self._pieces: _Uploads | None = None
+        # Rows of steps that are not in the context yet, by page table where they end, and page tables with
+        # rows that never will be.
+        self._left: list[cuda_blocks.ContextRows] = []
+        self._ends: dict[int, tuple[list[int], int]] = {}
+        self._lost: list[list[int]] = []
+        store.before_reuse = weakref.WeakMethod(self.finish)
 
     @property
     def block_size(self) -> int:
@@ -161,25 +171,47 @@ class CudaDraft:
     @errors_that_stick
     def extend_context(self, rows: ContextRows) -> None:
         features, index = self._features.of(rows.rows)
-        self._stream.use()
         addresses = self._store.addresses(rows.pages)
-        captured = features is self._features.of_steps
-        most = MAX_STEP_ROWS if captured else PIECE_ROWS
-        for start in range(0, len(index), most):
-            part = cuda_blocks.ContextRows(
-                index[start : start + most], rows.position + start, rows.place + start, addresses
-            )
-            if captured:
-                self._extend_by_step(part)
-            else:
+        taken = cuda_blocks.ContextRows(index, rows.position, rows.place, addresses)
+        if features is not self._features.of_steps:
+            self.finish()  # rows that were taken back must not be written over these
+            self._stream.use()
+            for part in _in_parts(taken, PIECE_ROWS):
                 self._extend_by_piece(part, features)
+            return
+        known = self._ends.get(id(rows.pages))
+        if known is not None and rows.place < known[1]:
+            self.finish()  # no place is written twice in a launch
+        self._features.hold(self.finish)
+        self._left.append(taken)
+        self._ends[id(rows.pages)] = rows.pages, rows.place + len(index)
 
-    def _extend_by_step(self, rows: cuda_blocks.ContextRows) -> None:
-        bucket = next(b for b in ROW_BUCKETS if b >= len(rows.features))
+    @errors_that_stick
+    def finish(self) -> None:
+        if not self._left:
+            return
+        self._stream.use()
+        parts = [part for rows in self._left for part in _in_parts(rows, MAX_STEP_ROWS)]
+        tables = [pages for pages, _ in self._ends.values()]
+        self._left.clear()
+        self._ends.clear()
+        self._features.held_no_more()
+        try:
+            while parts:
+                n, count = len(parts[0].features), 1
+                while count < len(parts) and n + len(parts[count].features) <= MAX_STEP_ROWS:
+                    n, count = n + len(parts[count].features), count + 1
+                self._extend_by_step(parts[:count], n)
+                del parts[:count]
+        except OutOfDeviceMemory:
+            self._lost += tables
+
+    def _extend_by_step(self, parts: list[cuda_blocks.ContextRows], n: int) -> None:
+        bucket = next(b for b in ROW_BUCKETS if b >= n)
         context = self._contexts.get(bucket)
         if context is None:
             context = self._new_context(bucket)
-        pack_context(context.uploads.next(), [rows])
+        pack_context(context.uploads.next(), parts)
         context.uploads.send(context.buffer.data.ptr)
         if context.graph is None:
             self._capture_context(context)
@@ -220,6 +252,8 @@ class CudaDraft:
         self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
     ) -> Proposals:
         n = depth + 1
+        self.finish()
+        self._check_whole(blocks)
         at_once = max(1, MAX_STEP_ROWS // n)
         self._stream.use()
         found = np.concatenate(
@@ -231,6 +265,13 @@ class CudaDraft:
         behind = found.reshape(len(blocks), n, width)[:, 1:]
         ids = self.model.token_ids(behind["id"].reshape(-1)).reshape(behind.shape)
         return Proposals(ids, behind["logprob"].copy())
+
+    def _check_whole(self, blocks: SequenceOf[DraftBlock]) -> None:
+        """Raises OutOfDeviceMemory: rows of a context were lost for want of it, so it has to be forgotten."""
+        lost = [pages for pages in self._lost if any(block.pages is pages for block in blocks)]
+        if lost:
+            self._lost = [pages for pages in self._lost if not any(pages is one for one in lost)]
+            raise OutOfDeviceMemory(self._memory.current_site, 0, self._memory.free)
 
     def _run(self, blocks: SequenceOf[DraftBlock], n: int, width: int, temperature: float) -> Any:
         """CHOICEs of all rows of some blocks, as many as a call takes: [rows, width]."""
@@ -300,6 +341,12 @@ class CudaDraft:
         return _Seen(pinned, host, buffer, CudaCall(self._attention, batch, space, scratch))
 
 
+def _in_parts(rows: cuda_blocks.ContextRows, most: int) -> Iterator[cuda_blocks.ContextRows]:
+    for start in range(0, len(rows.features), most):
+        part = rows.features[start : start + most]
+        yield cuda_blocks.ContextRows(part, rows.position + start, rows.place + start, rows.addresses)
+
+
 def check_draft(file: DraftFile, n_vocab: int) -> None:
     """Raises ModelError for a draft that there are no kernels for. n_vocab: tokens of the target."""
     d = file.parameters
@@ -318,6 +365,6 @@ def check_draft(file: DraftFile, n_vocab: int) -> None:
 
 
 def _within(block: Block, window: int) -> Block:
-    """The block as layers with a window see it: whole pages, up to one place less than a page more."""
+    """The block as layers with a window see it: whole pages, so that some rows see up to a page more."""
     n = max(0, block.context - window) // PAGE
     return Block(block.tokens, block.position, block.context - n * PAGE, block.addresses[:, n:])

@@ -155,11 +155,11 @@ class CudaRunner:
     def keep_features(self, features: CudaFeatures) -> None:
         """From now on calls leave theirs there."""
         self._features = self._steps.features = features
+        self._steps.drop_graphs()  # those that are there leave none
 
     def forget_draft(self) -> None:
         self._features = self._steps.features = None
         self._steps.drop_graphs()  # they write features where nobody reads them
-        self._steps.drop_graphs()  # those that are there leave none
 
     # ----- prompts
 
@@ -214,7 +214,7 @@ class CudaRunner:
         self._begin_call()
         step = self._steps.run(rows)
         if self._features is not None:
-            self._features.left_by_step(step.place)
+            self._features.left_by_step(step.first_feature)
         wanted = np.flatnonzero(rows.logits)
         logits = step.logits if len(wanted) == len(rows) else step.logits[wanted]
         return CudaOutputs(self, logits, step.ids[wanted], wanted, self._steps)

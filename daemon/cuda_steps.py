@@ -65,7 +65,7 @@ class CapturedStep:
         call: the batch as the ops see it.
         best: int32 [rows, 2] on the device: what the step finds best.
         answer: the same in pinned memory.
-        place: 0 or 1, which of its pair it is: where it leaves its features.
+        first_feature: number of the first row of features that its last run left.
         logits: float32 [rows, n_vocab] on the device.
         graph: the captured graph, None before its first run.
         done: the end of its last run.
@@ -78,7 +78,7 @@ class CapturedStep:
     call: CudaCall
     best: Any
     answer: PinnedBuffer
-    place: int
+    first_feature: int = 0
     logits: Any = None
     graph: Any = None
     done: Mark | None = None
@@ -213,6 +213,7 @@ class CudaSteps:
         step = pair[1] if before is pair[0] else pair[0]
         self._before_packing(step)
         pack_ahead(step.host, rows, addresses)
+        self._place_features(step, len(rows))
         states: tuple[CudaState, ...] = ()
         if isinstance(step.call.recurrent, StepRecurrence):
             states = step.call.recurrent.fill_ahead(rows)
@@ -230,6 +231,7 @@ class CudaSteps:
         step = pair[1] if pair[0] is not_this else pair[0]
         self._before_packing(step)
         pack_step(step.host, rows, addresses)
+        self._place_features(step, len(rows))
         if step.call.recurrent is not None:
             assert isinstance(step.call.recurrent, StepRecurrence)
             step.call.recurrent.fill(rows)
@@ -237,6 +239,10 @@ class CudaSteps:
         self._pairs[key] = pair
         self._pairs.move_to_end(key)
         return step
+
+    def _place_features(self, step: CapturedStep, n: int) -> None:
+        if self.features is not None:
+            step.first_feature = self.features.places(step.host.views["features"], n)
 
     def _before_packing(self, step: CapturedStep) -> None:
         """A run that nobody waited for may still read the pinned batch."""
@@ -263,7 +269,8 @@ class CudaSteps:
             step.call.recurrent.tables.upload(self._stream)
         tokens = tokens_of(layout, step.buffer)
         take(tokens, other.best)
-        taps = None if self.features is None else self.features.step_taps(step.place)
+        places = array_of(layout, step.buffer, "features")
+        taps = None if self.features is None else self.features.step_taps(places)
         with self._ops.step():
             x = self._model.embed(tokens)
             step.logits = self._model.logits(self._model.forward(x, step.call, None, taps))
@@ -278,12 +285,10 @@ class CudaSteps:
         with self._memory.capture_pool(self.drop_graphs):
             scratch = self._memory.empty((StepSpace.nbytes(layout, self._attention.shape),), np.uint8)
             kept = None if self._delta is None else KeptInputs(self._delta, self._memory, layout.rows)
-            first, second = (self._new_step(layout, scratch, kept, place) for place in range(2))
+            first, second = (self._new_step(layout, scratch, kept) for _ in range(2))
         return first, second
 
-    def _new_step(
-        self, layout: BatchLayout, scratch: Any, kept: KeptInputs | None, place: int
-    ) -> CapturedStep:
+    def _new_step(self, layout: BatchLayout, scratch: Any, kept: KeptInputs | None) -> CapturedStep:
         """scratch: of step attention; kept: of recurrent layers. The two of a pair never run at once."""
         pinned = PinnedBuffer(layout.nbytes)
         host = self._attention.host_batch(layout, pinned.array)
@@ -296,7 +301,7 @@ class CudaSteps:
             recurrent = StepRecurrence(self._delta, self._memory, kept)
         call = CudaCall(self._attention, batch, space, scratch, recurrent)
         answer = PinnedBuffer(layout.rows * 8)
-        return CapturedStep(layout, pinned, host, buffer, call, best, answer, place)
+        return CapturedStep(layout, pinned, host, buffer, call, best, answer)
 
     # ----- where things lie
 
@@ -321,5 +326,10 @@ class CudaSteps:
 
 def tokens_of(layout: BatchLayout, buffer: Any) -> Any:
     """The tokens of a batch on the device: int32 [rows]."""
-    offset, shape, dtype = layout.fields["tokens"]
-    return buffer[offset : offset + shape[0] * dtype.itemsize].view(dtype)
+    return array_of(layout, buffer, "tokens")
+
+
+def array_of(layout: BatchLayout, buffer: Any, name: str) -> Any:
+    """An array of one dimension of a batch on the device."""
+    offset, (n,), dtype = layout.fields[name]
+    return buffer[offset : offset + n * dtype.itemsize].view(dtype)

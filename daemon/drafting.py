@@ -127,13 +127,20 @@ class Drafting:
 
     def unload(self) -> None:
         """Let the weights go, with the target's. Contexts stay."""
+        self._finish()
         self._runner = self._beside = None
+
+    def _finish(self) -> None:
+        """What the draft has taken of contexts is in their pages before it goes."""
+        if self._runner is not None:
+            self._runner.finish()
 
     def park(self) -> bool:
         """Give the memory of the weights back, until `unpark`. Whether there were any."""
         self.parked = True
         if self._runner is None or self._beside is None:
             return False
+        self._finish()
         self._beside.forget_draft()
         self._runner = None
         self._memory.retire()

@@ -101,6 +101,9 @@ class NumpyDraft:
         with self._threads.call("context", len(rows.rows)):
             self.model.context(self._features.rows(rows.rows), context_batch(rows, self._store))
 
+    def finish(self) -> None:
+        """It is."""
+
     def propose(
         self, blocks: SequenceOf[DraftBlock], depth: int, width: int, temperature: float
     ) -> Proposals:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +54,13 @@ class CudaPageStore(PageStorage):
 
     Args:
         copies: makes what moves the bytes.
+
+    Attributes:
+        before_reuse: a method that is called before pages get another owner or their memory goes: it enqueues
+            what is still to be written to them. Its object is not kept alive.
     """
+
+    before_reuse: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def __init__(self, copies: MakePageCopies, memory: Ledger, shape: KvShape, tag: str = "kv") -> None:
         super().__init__(memory, shape, tag)
@@ -83,9 +90,19 @@ class CudaPageStore(PageStorage):
         return found
 
     def allocate(self, n: int, after: int | None = None) -> list[int]:
+        self._write_what_is_left()
         pages = super().allocate(n, after)
         self._copies.settle()  # what the last owner of these pages still reads is enqueued
         return pages
+
+    def trim(self) -> int:
+        self._write_what_is_left()
+        return super().trim()
+
+    def _write_what_is_left(self) -> None:
+        write = None if self.before_reuse is None else self.before_reuse()
+        if write is not None:
+            write()
 
     def settle(self) -> None:
         self._copies.settle()

@@ -149,6 +149,7 @@ class BatchLayout:
             arrays["first_part"] = ((n + 1,), i32)
             arrays["split_parts"] = ((n,), i32)
             arrays["first_single"] = ((n,), i32)
+            arrays["features"] = ((n,), i32)  # where rows leave them, see cuda_taps
         if self.blocks:
             arrays["visible"] = ((n,), i32)
         arrays["entries"] = ((self.entries, len(ENTRY) if self.step else len(BLOCK)), i32)

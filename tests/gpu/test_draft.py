@@ -175,6 +175,38 @@ def test_a_step_that_was_foreseen_leaves_its_features(engine: Engine) -> None:
 
 
 @pytest.mark.model
+def test_rows_may_wait_until_they_are_asked_for(engine: Engine) -> None:
+    """Contexts of steps that nobody asks after, more of them than features are kept of; rows taken back."""
+    *tokens, pending = VECTORS["case1_ids"].tolist()
+    waiting, at_once, others = (started(engine, tokens) for _ in range(3))
+    runner = engine.drafting._runner
+    assert isinstance(runner, CudaDraft)
+    held = []
+    for step in range(60):  # of 13 rows each
+        ids = [(97 * step + 13 * i) % 4000 + 10 for i in range(12)]
+        parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+        for sequence in (waiting, at_once):
+            parts = [Rows.tree(sequence, ids, parents), Rows.next_tokens([others], [ids[0]])]
+            engine.forward(Rows.join(parts), Kind.STEP).greedy()
+            engine.commit(sequence, [0, 2, 4][: 1 + step % 3])
+            if step % 5 == 0 and step:
+                engine.truncate(sequence, len(sequence) - 2)
+            if sequence is at_once:
+                runner.finish()
+            else:
+                held.append(sum(len(rows.features) for rows in runner._left))
+            engine.commit(others, [12])
+    print(f"rows that wait: {held}")
+    assert waiting.tokens == at_once.tokens
+    assert max(held) > 0
+    assert_same(
+        propose(engine, [waiting], [pending]), propose(engine, [at_once], [pending]), "rows that wait"
+    )
+    for sequence in (waiting, at_once, others):
+        engine.close(sequence)
+
+
+@pytest.mark.model
 def test_blocks_in_company_after_a_retire_and_with_a_slot(engine: Engine) -> None:
     cases = [VECTORS[f"case{case}_ids"].tolist() for case in range(3)]
     sequences = [started(engine, tokens[:-1]) for tokens in cases]
@@ -266,16 +298,14 @@ def test_answers_with_trees_are_the_greedy_ones(engine: Engine) -> None:
     assert total / steps > 2.5, "the draft guesses worse than it was trained to"
 
 
-@pytest.fixture(scope="module")
-def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def synthetic(folder: Path, window: int) -> tuple[Path, Path]:
     """A target with features of 3 * 1024 numbers, and a draft with layers that have a window."""
-    folder = tmp_path_factory.mktemp("models")
     target = dataclasses.replace(
         PRESETS["tiny"], n_layer=4, n_embd=1024, n_ff=2816, n_head=8, n_head_kv=2, head_dim=128, n_vocab=4096
     )
     draft = dataclasses.replace(
         DRAFTS["tiny-draft"], n_layer=3, n_embd=1024, n_ff=2048, n_head=8, n_head_kv=2, head_dim=128,
-        layers=(3, 0, 2), n_vocab=4096, window=128,
+        layers=(3, 0, 2), n_vocab=4096, window=window,
     )  # fmt: skip
     return (
         write_synthetic(folder / "target.gguf", target, 5),
@@ -283,10 +313,14 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-@pytest.mark.parametrize("draft_ctx", [64, 2048])
-def test_windows_and_dropped_pages_beside_numpy(synthetic: tuple[Path, Path], draft_ctx: int) -> None:
-    """A window is cut at pages here: contexts are chosen so that this is where it ends."""
-    target, draft = synthetic
+@pytest.mark.parametrize(
+    ("draft_ctx", "window", "limit"), [(64, 0, 0.25), (2048, 4096, 0.25), (2048, 256, 1.0)]
+)
+def test_windows_and_dropped_pages_beside_numpy(
+    tmp_path: Path, draft_ctx: int, window: int, limit: float
+) -> None:
+    """The last window cuts contexts: at pages here, so that some rows see more than with NumPy."""
+    target, draft = synthetic(tmp_path, window)
     with open_model(target) as file:
         host = Engine(file, NumpyBackend(), k_type="f16", v_type="f16", max_ctx=4096, draft=draft,
                       draft_ctx=draft_ctx)  # fmt: skip
@@ -298,12 +332,12 @@ def test_windows_and_dropped_pages_beside_numpy(synthetic: tuple[Path, Path], dr
             sequence = started(engine, tokens[:n], piece)
             proposals.append(propose(engine, [sequence], [tokens[n - 1]]))
             engine.close(sequence)
-        assert_near(*proposals, 0.25, f"{n} tokens in pieces of {piece}, context of {draft_ctx}")
+        what = f"{n} tokens in pieces of {piece}, context of {draft_ctx}, window of {window}"
+        assert_near(*proposals, limit, what)
 
 
-def test_a_draft_goes_and_comes_with_its_target(synthetic: tuple[Path, Path]) -> None:
-    target, draft = synthetic
-    engine = device_engine(target, draft)
+def test_a_draft_goes_and_comes_with_its_target(tmp_path: Path) -> None:
+    engine = device_engine(*synthetic(tmp_path, 0))
     tokens = np.random.default_rng(4).integers(10, 4000, 300).tolist()
     sequence = started(engine, tokens)
     before = propose(engine, [sequence], [7])
@@ -313,5 +347,19 @@ def test_a_draft_goes_and_comes_with_its_target(synthetic: tuple[Path, Path]) ->
     assert isinstance(engine.drafting._runner, CudaDraft)
     print(f"parked: {parked}, loaded again: {dict(engine.memory_report()['live'])}")
     assert_same(propose(engine, [sequence], [7]), before, "after park and unpark")
+
+    # The draft alone: graphs that were captured without it leave no features.
+    other = engine.fork(sequence)
+    extended = []
+    for one in (other, sequence):
+        if one is sequence:
+            assert engine.drafting.park()
+            engine.forward(Rows.next_tokens([engine.fork(sequence)], [8]), Kind.STEP)
+            assert engine.drafting.unpark()
+        for token in (8, 9, 10):
+            engine.forward(Rows.next_tokens([one], [token]), Kind.STEP).greedy()
+            engine.commit(one, [0])
+        extended.append(propose(engine, [one], [11]))
+    assert_same(extended[1], extended[0], "after the draft alone went and came")
     engine.close(sequence)
     engine.trim()
