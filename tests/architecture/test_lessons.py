@@ -176,10 +176,11 @@ SPECULATION_REPORTS = {
     "74": f"{GUESSED}::test_field_report_74_the_mode_that_is_used_is_said_and_why_not_more",
 }
 
-#: 48 asks for greedy decoding with speculation: a row of a tree is its path, bit by bit.
+#: 48: greedy decoding with speculation, and what it rests on: a row of a tree is its path, bit by bit.
 CUDA_REPORTS = {
     "3 a fault that sticks": f"{GPU}::test_an_illegal_address_costs_the_request_that_ran",
     "3 without a GPU": "e2e/test_engine_process.py::test_a_lost_device_is_reported_by_its_reason",
+    "48": "gpu/test_speculation.py::test_field_report_48_any_guess_gives_the_plain_answers",
     "48 trees": f"{GPU_MODEL}::test_a_row_of_a_tree_is_its_path_alone",
     "48 chains": f"{GPU_MODEL}::test_a_row_of_a_chain_is_its_path_alone",
     "48 what was foreseen": f"{GPU_MODEL}::test_foreseen_steps_are_those_that_were_not",
