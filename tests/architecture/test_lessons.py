@@ -107,7 +107,6 @@ FIXED = {
     "prefix_cache_state.h pure": f"{LIFE}::test_the_state_machine_does_no_input_or_output",
 }
 
-#: 63 (a draft that does not fit) comes with drafts.
 REPORTS = {
     1: "e2e/test_seed_policy.py::test_field_report_1_three_requests_and_the_first_one_fails",
     11: f"{E2E}::test_a_new_daemon_starts_with_empty_caches",
@@ -153,10 +152,35 @@ RECURRENT_STORY = {
     "on a GPU": f"gpu/test_qwen_sizes.py::{STORY}",
 }
 
-#: 48 asks for greedy decoding with speculation. Until that is there: a row of a tree is its path, bit by bit.
+GUESSES, GUESSED, STEPS = (
+    "property/test_speculation.py",
+    "e2e/test_speculation.py",
+    "unit/daemon/test_decoding.py",
+)
+REQUESTS = f"{GUESSED}::test_field_reports_16_23_40_49_every_request_guesses_and_says_the_same"
+
+#: Those on guessing ahead. 45: there are no constraints, and a request for one is refused.
+SPECULATION_REPORTS = {
+    "16 cache on and off": REQUESTS,
+    "23 acceptance does not stick at 0": REQUESTS,
+    "24 states in slots": f"{GUESSES}::test_field_report_24_a_slot_of_a_speculated_answer_holds_its_states",
+    "37": f"{GUESSES}::test_p30_field_report_37_tokens_are_drawn_by_the_law_of_the_model",
+    "39": f"{GUESSES}::test_field_report_39_the_seed_decides_the_text_whatever_guesses",
+    "40 with and without": f"{GUESSES}::test_p17_p18_p29_p30_any_draft_gives_the_plain_text",
+    "44": f"{GUESSED}::test_field_report_44_a_stop_text_inside_accepted_tokens",
+    "45": f"{GUESSED}::test_field_report_45_constraints_are_refused_not_ignored",
+    "47": f"{STEPS}::test_field_report_47_a_draft_of_nonsense_is_plain_decoding",
+    "49 the second request": REQUESTS,
+    "61": f"{GUESSED}::test_field_reports_61_63_a_draft_that_does_not_fit_is_done_without",
+    "63": f"{GUESSED}::test_field_reports_61_63_a_draft_that_does_not_fit_is_done_without",
+    "74": f"{GUESSED}::test_field_report_74_the_mode_that_is_used_is_said_and_why_not_more",
+}
+
+#: 48: greedy decoding with speculation, and what it rests on: a row of a tree is its path, bit by bit.
 CUDA_REPORTS = {
     "3 a fault that sticks": f"{GPU}::test_an_illegal_address_costs_the_request_that_ran",
     "3 without a GPU": "e2e/test_engine_process.py::test_a_lost_device_is_reported_by_its_reason",
+    "48": "gpu/test_speculation.py::test_field_report_48_any_guess_gives_the_plain_answers",
     "48 trees": f"{GPU_MODEL}::test_a_row_of_a_tree_is_its_path_alone",
     "48 chains": f"{GPU_MODEL}::test_a_row_of_a_chain_is_its_path_alone",
     "48 what was foreseen": f"{GPU_MODEL}::test_foreseen_steps_are_those_that_were_not",
@@ -184,6 +208,7 @@ def functions_of(file: str) -> frozenset[str]:
         *RECURRENT_REPORTS.values(),
         *RECURRENT_STORY.values(),
         *CUDA_REPORTS.values(),
+        *SPECULATION_REPORTS.values(),
     ],
 )
 def test_the_test_that_is_named_exists(name: str) -> None:
