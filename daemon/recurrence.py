@@ -43,6 +43,11 @@ class Recurrence:
         """Bytes of one state; 0: there are none."""
         return 0 if self.store is None else self.store.n_bytes
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether any are kept."""
+        return self.store is not None and self.every > 0
+
     # ----- rows
 
     def open(self, rows: Rows, kind: Kind) -> None:
@@ -135,7 +140,7 @@ class Recurrence:
 
     def keep_checkpoint(self, sequence: Sequence) -> None:
         """Keep the state of a sequence when the last one it keeps is far behind. It can be done without."""
-        if self.store is None or not self.every:
+        if self.store is None or not self.checkpoints:
             return
         if len(sequence) - max(sequence.checkpoints, default=0) < self.every:
             return
