@@ -138,8 +138,17 @@ class DraftRunner(Protocol):
         """A pending token and the positions behind it that it was made to predict."""
         ...
 
+    @property
+    def puts_off(self) -> int:
+        """Rows of a sequence that may wait with their features, because many at once cost less; 0: none."""
+        ...
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Any:
+        """The features of rows of the target's last call, [m, numbers of each], to be kept for later."""
+        ...
+
     def extend_context(self, rows: ContextRows) -> None:
-        """Take committed rows of the target's last call into the context of their sequence."""
+        """Take committed rows into the context of their sequence."""
         ...
 
     def finish(self) -> None:

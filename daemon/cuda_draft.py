@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slotd.daemon.cuda_errors import errors_that_stick
 from slotd.daemon.cuda_steps import ROW_BUCKETS, tokens_of
@@ -167,6 +168,12 @@ class CudaDraft:
         return self._stream.broken()
 
     # ----- context
+
+    #: The device does it on the side.
+    puts_off = 0
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Any:
+        raise ValueError("nothing is put off")
 
     @errors_that_stick
     def extend_context(self, rows: ContextRows) -> None:

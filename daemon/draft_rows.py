@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,14 @@ class ContextRows:
         place: where the first row goes, the others behind it.
         position: of the first row in its sequence.
         rows: int64 [m], the rows in the last call of the target.
+        features: what `DraftRunner.take` gave for them, in order; then `rows` are no rows of that call.
     """
 
     pages: list[int]
     place: int
     position: int
     rows: npt.NDArray[np.int64]
+    features: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

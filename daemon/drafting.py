@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +44,18 @@ class DraftContext:
         start: first position that is known.
         end: the position behind the last one.
         pages: position p lies at place p - start.
+        waiting: features of the positions from `end` on, which nobody has needed yet.
     """
 
     start: int
     end: int
     pages: list[int]
+    waiting: list[Any]
+
+    @property
+    def n_waiting(self) -> int:
+        """Positions that wait."""
+        return sum(map(len, self.waiting))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -56,6 +65,12 @@ class KeptContext:
     start: int
     end: int
     pages: tuple[int, ...]
+    waiting: tuple[Any, ...]
+
+    @property
+    def n_waiting(self) -> int:
+        """Positions that wait."""
+        return sum(map(len, self.waiting))
 
 
 class Drafting:
@@ -178,37 +193,53 @@ class Drafting:
         self, runner: DraftRunner, store: PageStorage, sequence: Sequence, length: int,
         rows: npt.NDArray[np.int64],
     ) -> None:  # fmt: skip
-        self._release_left()
-        end = length + len(rows)
         context = self._context(sequence, length)
-        self._cut_front(sequence, end - self._window)
-        if context.start > length:  # what is behind the window is not even computed
-            rows = rows[context.start - length :]
-            length = context.start
-        place = length - context.start
-        make_writable(store, context.pages, place, place + len(rows))
-        runner.extend_context(ContextRows(context.pages, place, length, rows))
+        if context.n_waiting + len(rows) <= runner.puts_off:
+            context.waiting.append(runner.take(rows))
+            return
+        self._settle(runner, store, context)
+        self._store_rows(runner, store, context, rows, ())
+
+    def _settle(self, runner: DraftRunner, store: PageStorage, context: DraftContext) -> None:
+        """Compute what waits."""
+        if context.waiting:
+            rows = np.arange(context.n_waiting)
+            self._store_rows(runner, store, context, rows, tuple(context.waiting))
+            context.waiting.clear()
+
+    def _store_rows(
+        self, runner: DraftRunner, store: PageStorage, context: DraftContext, rows: npt.NDArray[np.int64],
+        features: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Rows behind the end of a context become part of it, without those in front of its window."""
+        self._release_left()
+        end = context.end + len(rows)
+        self._cut_front(store, context, end - self._window)
+        skipped = max(0, context.start - context.end)
+        position = context.end + skipped
+        place = position - context.start
+        make_writable(store, context.pages, place, end - context.start)
+        features = tuple(_behind(features, skipped))
+        runner.extend_context(ContextRows(context.pages, place, position, rows[skipped:], features))
         context.end = end
 
     def _context(self, sequence: Sequence, length: int) -> DraftContext:
         """The context of a sequence of this length; a new one where it has none that reaches so far."""
         context = sequence.draft
-        if context is not None and context.end == length:
+        if context is not None and context.end + context.n_waiting == length:
             found: DraftContext = context
             return found
         self.forget(sequence)
-        sequence.draft = context = DraftContext(length, length, [])
+        sequence.draft = context = DraftContext(length, length, [], [])
         return context
 
-    def _cut_front(self, sequence: Sequence, least: int) -> None:
+    def _cut_front(self, store: PageStorage, context: DraftContext, least: int) -> None:
         """Let pages go whose positions are all below `least`."""
-        context = sequence.draft
         n = (least - context.start) // PAGE
-        if n <= 0 or self._store is None:
-            return
-        self._store.pages.release(context.pages[:n])
-        del context.pages[:n]
-        context.start += n * PAGE
+        if n > 0:
+            store.pages.release(context.pages[:n])
+            del context.pages[:n]
+            context.start += n * PAGE
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """The sequence has `length` tokens now and no room reserved."""
@@ -218,6 +249,7 @@ class Drafting:
         if length <= context.start:
             self.forget(sequence)
             return
+        context.waiting = list(_before(context.waiting, length - context.end))
         context.end = min(context.end, length)
         keep = pages_for(context.end - context.start)
         self._store.pages.release(context.pages[keep:])
@@ -227,7 +259,7 @@ class Drafting:
         """A new sequence has the first `length` tokens of another one, or of a slot."""
         kept = self._shared(source, length)
         if kept is not None:
-            sequence.draft = DraftContext(kept.start, kept.end, list(kept.pages))
+            sequence.draft = DraftContext(kept.start, kept.end, list(kept.pages), list(kept.waiting))
 
     def keep(self, sequence: Sequence, length: int) -> KeptContext | None:
         """What a slot of the first `length` tokens keeps of the context."""
@@ -238,11 +270,14 @@ class Drafting:
 
     def _shared(self, source: Sequence | Slot, length: int) -> KeptContext | None:
         context = source.draft
-        if context is None or self._store is None or not context.start < length <= context.end:
+        if context is None or self._store is None:
             return None
-        pages = tuple(context.pages[: pages_for(length - context.start)])
+        if not context.start < length <= context.end + context.n_waiting:
+            return None
+        end = min(context.end, length)
+        pages = tuple(context.pages[: pages_for(end - context.start)])
         self._store.pages.share(pages)
-        return KeptContext(context.start, length, pages)
+        return KeptContext(context.start, end, pages, tuple(_before(context.waiting, length - end)))
 
     def forget(self, sequence: Sequence) -> None:
         """The context of a sequence goes."""
@@ -284,7 +319,10 @@ class Drafting:
             raise ValueError(f"a depth of {depth} with blocks of {runner.block_size}")
         try:
             with self._memory.site("draft"):
-                blocks = [self._block(store, s, t, depth) for s, t in zip(sequences, tokens, strict=True)]
+                blocks = [
+                    self._block(runner, store, sequence, token, depth)
+                    for sequence, token in zip(sequences, tokens, strict=True)
+                ]
                 return runner.propose(blocks, depth, width, temperature)
         except OutOfDeviceMemory as error:
             log.warning("no draft for this step: %s", error)
@@ -292,10 +330,29 @@ class Drafting:
                 self.forget(sequence)
             return None
 
-    def _block(self, store: PageStorage, sequence: Sequence, token: int, depth: int) -> DraftBlock:
+    def _block(
+        self, runner: DraftRunner, store: PageStorage, sequence: Sequence, token: int, depth: int
+    ) -> DraftBlock:
         self._release_left()
         position = len(sequence)
         context = self._context(sequence, position)
+        self._settle(runner, store, context)
         length = position - context.start
         make_writable(store, context.pages, length, length + depth + 1)
         return DraftBlock(context.pages, length, position, token)
+
+
+def _before(features: Iterable[Any], n: int) -> Iterator[Any]:
+    """Those of the first n rows."""
+    for part in features:
+        if n > 0:
+            yield part[:n]
+        n -= len(part)
+
+
+def _behind(features: Iterable[Any], n: int) -> Iterator[Any]:
+    """Those of all rows but the first n."""
+    for part in features:
+        if len(part) > n:
+            yield part[max(n, 0) :]
+        n -= len(part)

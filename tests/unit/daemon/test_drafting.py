@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,14 @@ import pytest
 
 from slotd.daemon.draft_rows import Proposals
 from slotd.daemon.engine import Engine
-from slotd.daemon.kv.pages import PAGE
 from slotd.daemon.memory import DeviceMemory, Faults, OutOfDeviceMemory
-from slotd.daemon.numpy_backend import NumpyBackend, NumpyRunner
+from slotd.daemon.numpy_backend import NumpyRunner
 from slotd.daemon.rows import Kind, Rows
-from slotd.daemon.sequence import Sequence as Text
 from slotd.daemon.weights.reader import open_model
 from tests.fakes.dflash_formula import Formula
+from tests.fakes.draft_rig import IDS, ask, assert_as, bits, drafting_engine, features_of, take, text_of
 from tests.fakes.tiny_draft import BLOCK, draft_weights, write_tiny_draft
 
-IDS = np.random.default_rng(5).integers(0, 320, 600).tolist()
 QWEN35 = Path(__file__).parents[2] / "golden" / "data" / "qwen35.gguf"
 
 Make = Callable[..., Engine]
@@ -34,63 +33,10 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tiny_llama: Path, draft: Path) -> Make:
-    def engine(
-        *,
-        memory: DeviceMemory | None = None,
-        model: Path = tiny_llama,
-        draft: Path | None = draft,
-        **options: Any,
-    ) -> Engine:
-        with open_model(model) as file:
-            return Engine(file, NumpyBackend(memory, exact=True), draft=draft, **options)
-
-    return engine
-
-
-def take(engine: Engine, text: Text, ids: Sequence[int], kind: Kind = Kind.PROMPT) -> None:
-    """Compute and commit."""
-    engine.forward(Rows.chain(text, ids), kind)
-    engine.commit(text, range(len(ids)))
-
-
-def text_of(engine: Engine, n: int, pieces: Sequence[int] = ()) -> Text:
-    """A new sequence with the first n of IDS, in pieces of these lengths and one with the rest."""
-    text = engine.open()
-    for piece in [*pieces, n - sum(pieces)]:
-        take(engine, text, IDS[len(text) : len(text) + piece])
-    return text
-
-
-def ask(engine: Engine, *texts: Text, token: int = 7, depth: int = BLOCK - 1) -> Proposals:
-    """The draft's answer."""
-    found = engine.propose(texts, [token] * len(texts), depth, 8)
-    assert found is not None
-    return found
-
-
-def bits(found: Proposals) -> bytes:
-    return found.ids.tobytes() + found.logprobs.tobytes()
+    return partial(drafting_engine, model=tiny_llama, draft=draft)
 
 
 # ----- numbers
-
-
-def features_of(engine: Engine, n: int) -> np.ndarray:
-    """What the layers of the target say about the first n of IDS, [n, features]."""
-    text = engine.open()
-    engine.forward(Rows.chain(text, IDS[:n]), Kind.PROMPT)
-    assert isinstance(engine._loaded, NumpyRunner)
-    assert engine._loaded.features is not None
-    features = engine._loaded.features.rows(np.arange(n)).copy()
-    engine.close(text)
-    return features
-
-
-def assert_as(found: Proposals, logprobs: np.ndarray) -> None:
-    """The best of one sequence are those of full log-probabilities."""
-    best = np.argsort(-logprobs, axis=1)[:, : found.ids.shape[2]]
-    assert found.ids[0].tolist() == best.tolist()
-    np.testing.assert_allclose(found.logprobs[0], np.take_along_axis(logprobs, best, 1), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 7])
@@ -155,120 +101,6 @@ def test_the_temperature_of_extraction(make: Make) -> None:
     assert (plain.ids == cold.ids).all()
     wanted = 2 * plain.logprobs - np.log(np.exp(2 * plain.logprobs).sum(-1, keepdims=True))
     np.testing.assert_allclose(cold.logprobs, wanted, rtol=0, atol=1e-4)
-
-
-# ----- P21, P22: the context
-
-
-@pytest.mark.parametrize("pieces", [[1], [63], [64, 1], [10, 54, 65], [128], [1] * 9])
-def test_p22_a_context_in_pieces_is_that_of_one_piece(make: Make, pieces: list[int]) -> None:
-    engine = make()
-    assert bits(ask(engine, text_of(engine, 150, pieces))) == bits(ask(engine, text_of(engine, 150)))
-
-
-def test_p22_steps_leave_what_a_prompt_leaves(make: Make) -> None:
-    engine = make()
-    text = text_of(engine, 100)
-    for at in range(100, 150):
-        if at % 3 == 0:
-            ask(engine, text)  # writes behind the context, which nobody may see
-        take(engine, text, IDS[at : at + 1], Kind.STEP)
-    assert bits(ask(engine, text)) == bits(ask(engine, text_of(engine, 150)))
-
-
-@pytest.mark.parametrize("piece", [1, 50, 64, 300, 500])
-def test_p21_a_window_sees_what_it_would_see_of_all(make: Make, piece: int, tiny_llama: Path) -> None:
-    """Pages in front go; the rest is as if the text had begun there, but for its positions."""
-    engine = make(draft_ctx=128)
-    text = text_of(engine, 500, [piece] * ((500 - 1) // piece))
-    start = text.draft.start
-    assert 128 <= 500 - start < 128 + PAGE
-    assert len(text.draft.pages) <= 4
-    with open_model(tiny_llama) as file:
-        embedding, head = file.dequantise("token_embd.weight"), file.dequantise("output.weight")
-    formula = Formula(draft_weights(64, 2, 11, lucebox=True), embedding, head)
-    assert_as(ask(engine, text), formula.logprobs(features_of(engine, 500)[start:], start, 7, BLOCK))
-
-
-def test_p21_a_window_as_long_as_the_text_changes_nothing(make: Make) -> None:
-    narrow, wide = make(draft_ctx=300), make(draft_ctx=4096)
-    assert bits(ask(narrow, text_of(narrow, 300, [77]))) == bits(ask(wide, text_of(wide, 300)))
-
-
-# ----- it follows the sequence
-
-
-def test_truncated_and_forked(make: Make) -> None:
-    engine = make()
-    expected = bits(ask(engine, text_of(engine, 90)))
-    text = text_of(engine, 150)
-    whole = bits(ask(engine, text))
-    beside = engine.fork(text, 140)
-    take(engine, beside, [1, 2, 3], Kind.STEP)  # into a page that both share
-    assert bits(ask(engine, text)) == whole
-    fork = engine.fork(text, 90)
-    assert bits(ask(engine, fork)) == expected
-    take(engine, fork, [1, 2, 3], Kind.STEP)
-    engine.truncate(text, 90)
-    assert bits(ask(engine, text)) == expected
-    engine.close(fork)
-    assert bits(ask(engine, text)) == expected
-
-
-def test_a_slot_brings_its_context_back(make: Make) -> None:
-    engine = make(n_slots=2)
-    expected = bits(ask(engine, text_of(engine, 150)))
-    text = text_of(engine, 150)
-    engine.snapshot(0, text)
-    engine.snapshot(1, text, length=100)
-    take(engine, text, [1, 2, 3], Kind.STEP)
-    engine.close(text)
-    assert bits(ask(engine, engine.restore(0))) == expected
-    other = engine.restore(1)
-    take(engine, other, IDS[100:150])
-    assert bits(ask(engine, other)) == expected
-    engine.truncate(other, 80)
-    take(engine, other, IDS[80:150])
-    assert bits(ask(engine, other)) == expected
-
-
-def test_a_slot_from_host_memory_starts_anew(make: Make) -> None:
-    engine = make(host_cache=1 << 24)
-    engine.snapshot(0, text_of(engine, 150), tier="host")
-    text = engine.restore(0)
-    assert text.draft is None
-    take(engine, text, IDS[150:200])
-    assert (text.draft.start, text.draft.end) == (150, 200)
-    ask(engine, text)
-
-
-def test_nothing_is_left_when_everybody_is_gone(make: Make) -> None:
-    engine = make(n_slots=1, host_cache=1 << 24)
-    text = text_of(engine, 150)
-    engine.snapshot(0, text)
-    engine.close(engine.fork(text, 140))
-    ask(engine, text)
-    assert engine.drafting._store is not None
-    used = engine.drafting._store.pages
-    engine.close(text)
-    assert used.n_used == 3  # the slot's
-    engine.host_tier.demote(0)
-    engine.trim()
-    assert used.n_used == 0
-    engine.snapshot(0, text_of(engine, 70))
-    engine.compact()  # memory is short: contexts go first
-    assert used.n_used == 0
-
-
-def test_a_cut_below_the_window_starts_anew(make: Make) -> None:
-    engine = make(draft_ctx=64)
-    text = text_of(engine, 400)
-    assert text.draft.start > 100
-    engine.truncate(text, 100)
-    assert text.draft is None
-    take(engine, text, IDS[100:120])
-    assert text.draft.start == 100
-    ask(engine, text)
 
 
 # ----- everything goes on without it
