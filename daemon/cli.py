@@ -27,6 +27,7 @@ from slotd.daemon.config import (
     split_arguments,
 )
 from slotd.daemon.log import check_descriptor, fill_standard_descriptors, guard_stdout, setup_logging
+from slotd.daemon.source_environment import source_settings
 from slotd.protocol.errors import ConfigError, ModelError, SlotdError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_MODEL = 1, 2, 3
@@ -87,7 +88,7 @@ def main() -> None:
     help="Most requests that run at once.",
 )
 @click.option(
-    "--slots", type=int, default=8, show_default=True, envvar="SLOTD_SLOTS",
+    "--slots", "--prefix-cache-slots", "slots", type=int, default=8, show_default=True, envvar="SLOTD_SLOTS",
     help="Snapshot slots, at most 64.",
 )  # fmt: skip
 @click.option(
@@ -319,9 +320,12 @@ def make_config(target: str | None, draft: str | None, flags: dict[str, Any]) ->
         trim_tokens, warning = source_trim_tokens(os.environ)
         if warning:
             print(f"slotd: {warning}", file=sys.stderr, flush=True)
+    source = source_settings(os.environ)
     return Config(
-        model=Path(model), max_ctx=flags["max_ctx"], chunk=flags["chunk"], parallel=flags["parallel"],
-        slots=flags["slots"], k_type=flags["k_type"], v_type=flags["v_type"], exact=flags["exact"],
+        model=Path(model), max_ctx=flags["max_ctx"],
+        chunk=source.chunk if flags["chunk"] is None else flags["chunk"],
+        k_type=flags["k_type"] or source.k_type, v_type=flags["v_type"] or source.v_type,
+        parallel=flags["parallel"], slots=flags["slots"], exact=flags["exact"],
         math=flags["math"],
         device=device, pool=flags["pool"],
         memory_limit=None if limit is None else parse_size("--memory-limit", limit),

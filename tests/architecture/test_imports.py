@@ -58,7 +58,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_process", "engine_life", "in_flight", "slots_seen"),
     ("link_wire", "shared_state"),
     ("account", "arena_directory", "blas_threads", "config", "link", "log", "row_checks", "rows", "sequence")
-    + ("candidates", "draft_rows", "drafters", "idle_unload", "spec", "state_file", "totals"),
+    + (
+        "candidates",
+        "draft_rows",
+        "drafters",
+        "idle_unload",
+        "source_environment",
+        "spec",
+        "state_file",
+        "totals",
+    ),
 )
 
 #: Units that may run in another process than the engine: they know it by the messages of `link` only.

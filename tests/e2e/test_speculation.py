@@ -13,6 +13,7 @@ from slotd.client import Client
 from slotd.protocol.messages import Done
 from tests.fakes.daemon_process import DaemonProcess
 from tests.fakes.tiny_draft import write_tiny_draft
+from tests.fakes.tiny_gguf import write_tiny_llama
 
 TEXT = [(7 * i) % 250 + 3 for i in range(70)]
 OTHER = [(13 * i) % 230 + 9 for i in range(50)]
@@ -163,6 +164,22 @@ def test_field_reports_61_63_a_draft_that_does_not_fit_is_done_without(
         assert daemon.stderr.count("slotd: speculation:") == 1
         assert reason in daemon.stderr
         assert answer(daemon, TEXT, "a")[0] == plain_answers(tiny_llama)[0]
+
+
+def test_s135_the_command_for_little_memory_starts_and_serves(tmp_path: Path) -> None:
+    """As it was recommended for the older daemon, its variables included; with a draft of this model."""
+    model = write_tiny_llama(tmp_path / "wide.gguf", n_embd=256, n_head=2, n_head_kv=1)
+    draft = write_tiny_draft(tmp_path / "draft.gguf", n_embd=256)
+    flags = f"{draft} --max-ctx 65536 --fa-window 1024 --prefix-cache-slots 1 --budget 8 --daemon".split()
+    env = {"DFLASH27B_KV_TQ3": "1", "DFLASH27B_PREFILL_UBATCH": "128"}
+    with DaemonProcess(model, *flags, "--device=cpu", env=env) as daemon:
+        assert len(answer(daemon, TEXT * 3, "a")[0]) == N_GEN
+        daemon.send("PROPS")
+        props = daemon.wait_json("props")
+        assert (props["kv"]["k"], props["kv"]["v"], props["chunk"]) == ("tq3_0", "tq3_0", 128)
+        assert (props["max_ctx"], props["slots"]) == (65536, 1)
+        assert props["speculation"]["budget"] == 8
+        assert props["speculation"]["draft"]["path"] == str(draft)
 
 
 @pytest.mark.parametrize("policy", ["ladder", "seed"])
