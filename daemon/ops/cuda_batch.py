@@ -277,7 +277,7 @@ def _pack_trees(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses
     views = host.views
     context = _pack_rows(host, rows, addresses)
     at_once = rows_at_once(host.layout.rows, host.per_group)
-    counts = row_counts(rows)
+    counts, depths = row_counts(rows), rows.depths.tolist()
     lengths = [len(sequence) for sequence in rows.sequences]
     work = WorkList(host, lengths, [math.ceil(count / at_once) for count in counts])
     start = 0
@@ -289,13 +289,14 @@ def _pack_trees(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses
         straight = _pack_ancestors(rows, start, count, views["ancestors"])
         for first in range(start, stop, at_once):
             work.share(first, min(at_once, stop - first), first_page, tile, committed, n_shared)
-        for row in range(start, stop):
-            views["first_part"][row] = work.parts
-            last = (committed + int(rows.depths[row])) // TILE
-            kind = TAIL if straight[row - start] else GATHERED
+        firsts = []
+        for row, (depth, is_straight) in enumerate(zip(depths[start:stop], straight, strict=True), start):
+            firsts.append(work.parts)
+            last, kind = (committed + depth) // TILE, TAIL if is_straight else GATHERED
             for number in range(tile, last + 1):
                 work.tail(kind, row, first_page, number, committed, n_shared + number - tile)
             work.parts += n_shared + last + 1 - tile
+        views["first_part"][start:stop] = firsts
         start = stop
     return work.finish(len(rows), len(rows.sequences), context)
 
@@ -406,22 +407,19 @@ def _pack_rows(host: HostBatch, rows: Rows, addresses: SequenceOf[PageAddresses]
     return context
 
 
-def _pack_ancestors(
-    rows: Rows, start: int, count: int, ancestors: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.bool_]:
+def _pack_ancestors(rows: Rows, start: int, count: int, ancestors: npt.NDArray[np.uint8]) -> list[bool]:
     """Ancestor of each row at each depth, itself at its own; counted from the sequence's first row.
 
-    Returns bool [count]: whether a row's ancestors are 0, 1, .. depth.
+    Returns whether a row's ancestors are 0, 1, .. depth.
     """
-    straight = np.zeros(count, dtype=np.bool_)
-    depths = rows.depths[start : start + count].tolist()
+    straight: list[bool] = []
+    paths: list[list[int]] = []
     for row, parent in enumerate(rows.parents[start : start + count].tolist()):
-        mine = ancestors[start + row]
-        depth = depths[row]
         if parent == COMMITTED_END:
-            straight[row] = row == 0
+            paths.append([row])
+            straight.append(row == 0)
         else:
-            mine[:depth] = ancestors[parent, :depth]
-            straight[row] = straight[parent - start] and row == depth
-        mine[depth] = row
+            paths.append([*paths[parent - start], row])
+            straight.append(straight[parent - start] and row == len(paths[-1]) - 1)
+        ancestors[start + row, : len(paths[-1])] = paths[-1]
     return straight
