@@ -309,7 +309,7 @@ class Scheduler:
     def _piece_end(self, job: Job, beside_decode: bool) -> int:
         size = self._chunk
         if self._engine.recurrence.checkpoints:
-            size = min(size, self._engine.recurrence.every)  # a state is kept between two pieces
+            size = min(size, max(self._engine.recurrence.every, PAGE))  # a state is kept between pieces
         if beside_decode:
             size = min(size, int(self._rows_per_second * self._max_stall))
         return job.piece_end(size, whole_pages=size >= PAGE or (beside_decode and self._chunk >= PAGE))
