@@ -193,7 +193,14 @@ class DaemonProcess:
         return int(struct.unpack("<i", data)[0])
 
     def generate(
-        self, ids: list[int], n_gen: int, fields: str = "", request_id: str = "t", *, slot: int | None = None
+        self,
+        ids: list[int],
+        n_gen: int,
+        fields: str = "",
+        request_id: str = "t",
+        *,
+        slot: int | None = None,
+        timeout: float = PATIENCE,
     ) -> tuple[list[int], Done]:
         """An id'd prompt to its end: its ids and its terminal event. slot: that it is to start from."""
         restore = "" if slot is None else f"RESTORE {slot} "
@@ -205,7 +212,7 @@ class DaemonProcess:
                 produced.extend(event.ids)
             return isinstance(event, Done) and event.id == request_id
 
-        done = self.wait_event(collect)
+        done = self.wait_event(collect, timeout)
         assert isinstance(done, Done)
         return produced, done
 
