@@ -9,7 +9,7 @@ from typing import Any
 
 from slotd.daemon.config import Config
 from slotd.daemon.draft_sources import ModelDrafter, NgramDrafter
-from slotd.daemon.drafters import draft_for
+from slotd.daemon.drafters import best_block, draft_for
 from slotd.daemon.engine import Engine
 from slotd.daemon.spec.adaptation import Mode
 from slotd.daemon.speculation import Drafter
@@ -86,7 +86,10 @@ def choose_drafts(config: Config, engine: Engine) -> DraftChoice:
 
 
 def _model(config: Config, engine: Engine, *modes: Mode) -> ModelDrafter:
+    block, path = config.draft_block, engine.drafting.path
+    if block is None and path is not None:
+        block = best_block(path)
     return ModelDrafter(
-        engine, modes, config.budget, block=config.draft_block, temperature=config.tree_temperature,
+        engine, modes, config.budget, block=block, temperature=config.tree_temperature,
         chain_seed=config.chain_seed,
     )  # fmt: skip

@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slotd.daemon.drafters import draft_for
+from slotd.daemon.config import Config
+from slotd.daemon.draft_choice import choose_drafts
+from slotd.daemon.draft_sources import ModelDrafter
+from slotd.daemon.drafters import best_block, draft_for
 from slotd.daemon.engine import Engine
 from slotd.daemon.numpy_backend import NumpyBackend, NumpyRunner
 from slotd.daemon.rows import Kind, Rows
@@ -49,3 +52,16 @@ def test_a_block_says_what_the_vectors_say(engine: Engine, case: int, block: int
 
 def test_the_draft_is_for_this_file_alone() -> None:
     assert draft_for("0" * 32) is None
+
+
+def test_the_drafts_that_come_along_have_their_best_block(engine: Engine, tmp_path: Path) -> None:
+    path = engine.drafting.path
+    assert path is not None
+    assert best_block(path) == 8
+    assert best_block(tmp_path / path.name) is None
+    (drafter, _) = choose_drafts(Config(model=engine.path), engine).drafters
+    assert isinstance(drafter, ModelDrafter)
+    assert drafter.depth == 7
+    (drafter, _) = choose_drafts(Config(model=engine.path, draft_block=12), engine).drafters
+    assert isinstance(drafter, ModelDrafter)
+    assert drafter.depth == 11
