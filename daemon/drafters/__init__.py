@@ -14,8 +14,8 @@ _DRAFTS: Mapping[str, str] = {
 }
 
 
-#: Rows of a block that such a draft is best given with trees of the usual size, by its file: it was trained for
-#: blocks of 8 and of 16, and the shorter one costs less.
+#: Rows of a block that such a draft is best given with trees of the usual size, by its file. This one was
+#: trained for blocks of 8 and of 16; the shorter one costs less.
 _BLOCKS: Mapping[str, int] = {"dflash-smollm2-135m-4l-q8_0.gguf": 8}
 
 
