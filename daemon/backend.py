@@ -162,7 +162,6 @@ class DraftRunner(Protocol):
 
         For fewer positions where the draft itself says that it does not know more.
 
-
         temperature: what logits are divided by before their probabilities are worked out.
         """
         ...

@@ -90,11 +90,6 @@ class CudaBackend:
 
     def draft_store(self, draft: DraftParameters) -> CudaPageStore:
         d, kv = draft, self.kv_type
-        if d.heads:
-            raise ModelError(
-                "the draft: heads of DFlash2 and DSpark are not supported on a CUDA device in this version "
-                "(--device cpu runs them)"
-            )
         try:
             shape = AttentionShape(d.n_head, d.n_head_kv, d.head_dim, d.value_dim, kv, kv)
             self._draft_attention = CudaAttention(shape, DeviceLimits.of(self._properties))

@@ -358,7 +358,9 @@ def check_draft(file: DraftFile, n_vocab: int) -> None:
     """Raises ModelError for a draft that there are no kernels for. n_vocab: tokens of the target."""
     d = file.parameters
     if d.heads:
-        raise ModelError(f"{file.path}: {d.heads} of a draft is not supported on a CUDA device")
+        raise ModelError(
+            f"{file.path}: {d.heads} of a draft is not supported on a CUDA device (--device cpu runs it)"
+        )
     if d.n_features * d.n_embd > most_width("taken") or d.n_embd % 4:
         raise ModelError(
             f"{file.path}: {d.n_features} features of {d.n_embd} numbers, a CUDA device takes up to "

@@ -101,7 +101,7 @@ class Decoding:
         except Exception as error:
             log.info("a step of %d sequences failed, each is stepped alone: %s", len(jobs), error)
         if failure is not None:
-            self._recovery.split(failure)
+            self._recovery.do_less(failure, "split")
         elif n_committed == len(jobs):
             self._note_plain(jobs)
         for row, job in enumerate(jobs[:n_committed]):
@@ -172,7 +172,7 @@ class Decoding:
                 log.warning("verifying drafts failed, the step is done without: %s", error)
                 self._speculation.failed(jobs)
                 return None
-            self._recovery.shrink(failure)
+            self._recovery.do_less(failure, "shrink")
             smaller = self._speculation.smaller(jobs, smaller)
         return None
 
@@ -195,7 +195,7 @@ class Decoding:
         except Exception as error:
             log.warning("committing drafts failed, the step is done without: %s", error)
         if failure is not None:
-            self._recovery.split(failure)
+            self._recovery.do_less(failure, "split")
         return walks[:n_committed]
 
     def _hand_out_or_fail(self, job: Job, found: Walk) -> None:
@@ -232,14 +232,12 @@ def _next_rows(jobs: list[Job]) -> Rows:
 
 def tree_rows(jobs: list[Job], trees: list[DraftTree]) -> Rows:
     """The rows of trees side by side, logits wanted everywhere."""
-    counts = [len(tree) for tree in trees]
-    starts = np.repeat(np.cumsum([0, *counts[:-1]], dtype=np.int32), counts)
-    parents = np.concatenate([tree.parents for tree in trees])
-    return Rows(
-        tokens=np.concatenate([tree.tokens for tree in trees]),
-        sequences=tuple(job.running_sequence for job in jobs),
-        owner=np.repeat(np.arange(len(jobs), dtype=np.int32), counts),
-        parents=np.where(parents >= 0, parents + starts, parents).astype(np.int32),
-        depths=np.concatenate([tree.depths for tree in trees]),
-        logits=np.ones(len(parents), dtype=np.bool_),
-    )
+    return Rows.join(
+        [
+            Rows(
+                tree.tokens, (job.running_sequence,), np.zeros(len(tree), dtype=np.int32),
+                tree.parents, tree.depths, np.ones(len(tree), dtype=np.bool_),
+            )
+            for job, tree in zip(jobs, trees, strict=True)
+        ]
+    )  # fmt: skip

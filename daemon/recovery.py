@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from slotd.daemon.account import Account
 from slotd.daemon.engine import Engine
@@ -109,16 +109,13 @@ class Recovery:
         self._trimmed_bytes[why] += released
         log.info("pool trim (%s): %d bytes (%.1f MiB) released", why, released, released / MIB)
 
-    def shrink(self, failure: OutOfDeviceMemory) -> None:
-        """A draft ran out of memory, and a smaller one is verified: the cache goes first."""
-        self._note(failure)
-        self._rungs["shrink"] += 1
-        self._engine.trim()
+    def do_less(self, failure: OutOfDeviceMemory, how: Literal["shrink", "split"]) -> None:
+        """A step ran out of memory, and smaller ones are tried: the cache goes first.
 
-    def split(self, failure: OutOfDeviceMemory) -> None:
-        """A step of several sequences ran out of memory, and each is stepped alone: the cache goes first."""
+        how: as it is counted: trees shrink, or a step of several sequences is split into one for each.
+        """
         self._note(failure)
-        self._rungs["split"] += 1
+        self._rungs[how] += 1
         self._engine.trim()
 
     def give_up_for(self, fits: Callable[[], bool]) -> None:

@@ -106,19 +106,19 @@ class Rows:
     @classmethod
     def join(cls, parts: SequenceOf[Rows]) -> Rows:
         """Rows of different sequences side by side in one call."""
-        starts = np.cumsum([0] + [len(part) for part in parts[:-1]]).astype(np.int32)
-        parents = [
-            np.where(part.parents >= 0, part.parents + start, COMMITTED_END)
-            for part, start in zip(parts, starts, strict=True)
-        ]
-        owners = np.cumsum([0] + [len(part.sequences) for part in parts[:-1]])
+        if len(parts) == 1:
+            return parts[0]
+        counts = [len(part) for part in parts]
+        starts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
+        firsts = np.cumsum([0, *(len(part.sequences) for part in parts[:-1])], dtype=np.int32)
+        parents = np.concatenate([part.parents for part in parts])
+        inside = parents >= 0
+        parents[inside] += np.repeat(starts, counts)[inside]
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
             sequences=tuple(sequence for part in parts for sequence in part.sequences),
-            owner=np.concatenate(
-                [part.owner + first for part, first in zip(parts, owners, strict=True)]
-            ).astype(np.int32),
-            parents=np.concatenate(parents).astype(np.int32),
+            owner=np.concatenate([part.owner for part in parts]) + np.repeat(firsts, counts),
+            parents=parents,
             depths=np.concatenate([part.depths for part in parts]),
             logits=np.concatenate([part.logits for part in parts]),
         )

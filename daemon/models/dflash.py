@@ -7,26 +7,15 @@ and masks, which see the context and each other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from slotd.daemon.models.decoder import block_weights
+from slotd.daemon.models.llama import Layer
 from slotd.daemon.models.model import Model
 from slotd.daemon.ops.interface import Array, CallBatch, DraftOps, HeadNorms, Heads, Matrix, Tokens
 from slotd.daemon.weights.draft_file import EMBEDDING, OUTPUT, OUTPUT_NORM, DraftFile, own_ids
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    attn_norm: Array  # [n_embd]
-    attn_qkv: Matrix  # [(n_head + n_head_kv) * head_dim + n_head_kv * value_dim, n_embd]
-    head_norms: HeadNorms  # of head_dim
-    attn_output: Matrix  # [n_embd, n_head * value_dim]
-    ffn_norm: Array  # [n_embd]
-    ffn_gate_up: Matrix  # [2 * n_ff, n_embd]
-    ffn_down: Matrix  # [n_embd, n_ff]
 
 
 class DFlash:

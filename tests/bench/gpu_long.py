@@ -12,11 +12,12 @@ import psutil
 from slotd.daemon.config import Config
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.pages import PAGE
+from slotd.daemon.memory import cuda_device
 from slotd.daemon.rows import Kind, Rows
 from slotd.daemon.sequence import Sequence
 from slotd.daemon.serve import build_engine
 from tests.bench.figures import Figures
-from tests.bench.gpu_trim import N_GEN, memory_in_use, observe
+from tests.bench.gpu_trim import N_GEN, device_memory_in_use, memory_in_use, observe
 
 #: Tokens that are decoded behind the full context.
 DECODED = 256
@@ -33,7 +34,8 @@ def full_context(name: str, config: Config, n: int, limit: int, figures: Figures
 
     With K/V of tq3_0; of q8_0 in the tiny model, whose heads are too narrow for it.
     """
-    in_use = memory_in_use_before()
+    on_cpu = cuda_device.choose(config.device) is None
+    by_others = 0 if on_cpu else device_memory_in_use()
     k_type = "tq3_0" if name != "tiny" else "q8_0"
     config = replace(
         config, k_type=k_type, v_type=k_type, max_ctx=n, memory_limit=limit, host_cache=0, slots=1
@@ -51,7 +53,7 @@ def full_context(name: str, config: Config, n: int, limit: int, figures: Figures
             if not finite[0]:
                 raise RuntimeError(f"{name}: logits are not finite at {len(sequence)} tokens")
             token = int(ids[0])
-        used = memory_in_use(engine)() - in_use
+        used = memory_in_use(engine)() - by_others
         figures.add(
             "full", name, len(sequence), kv=k_type, tokens_per_s=1 / statistics.median(times),
             tokens_per_s_all=DECODED / sum(times), limit=limit, driver_used=used, above_limit=used - limit,
@@ -61,19 +63,6 @@ def full_context(name: str, config: Config, n: int, limit: int, figures: Figures
         engine.trim()
     finally:
         engine.park()
-
-
-def memory_in_use_before() -> int:
-    """Bytes of the device in use by others, before there is an engine; 0 without a GPU."""
-    try:
-        import cupy
-    except ImportError:
-        return 0
-    try:
-        free, total = cupy.cuda.runtime.memGetInfo()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
-    return int(total - free)
 
 
 def filled(engine: Engine, n: int, chunk: int) -> Sequence:

@@ -180,17 +180,19 @@ def watched(engine: Engine, found: Observed) -> Iterator[None]:
 def memory_in_use(engine: Engine) -> Callable[[], int]:
     """Asks for the bytes of the device that are in use; on the CPU, of this process."""
     if engine.backend.name == "cuda":
-        import cupy
-
-        def used() -> int:
-            free, total = cupy.cuda.runtime.memGetInfo()
-            return int(total - free)
-
-        return used
+        return device_memory_in_use
     import psutil
 
     process = psutil.Process()
     return lambda: int(process.memory_info().rss)
+
+
+def device_memory_in_use() -> int:
+    """Bytes of the CUDA device that are in use, by whomever, as the driver says."""
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return int(total - free)
 
 
 def digest(engine: Engine, number: int) -> str:

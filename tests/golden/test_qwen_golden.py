@@ -12,9 +12,9 @@ import pytest
 from slotd.daemon.engine import Engine
 from slotd.daemon.numpy_backend import NumpyBackend
 from slotd.daemon.rows import Kind, Rows
-from slotd.daemon.sequence import Sequence
 from slotd.daemon.weights.reader import open_model
 from tests.fakes.changed_gguf import write_changed
+from tests.fakes.row_calls import run
 
 DATA = Path(__file__).parent / "data"
 Golden = dict[str, npt.NDArray[Any]]
@@ -43,18 +43,6 @@ def default_engine(name: str) -> Engine:
         return Engine(file, NumpyBackend())
 
 
-def run(
-    engine: Engine, sequence: Sequence, ids: list[int], piece: int = 64, kind: Kind = Kind.PROMPT
-) -> npt.NDArray[np.float32]:
-    """Commit ids in pieces; logits of all of them."""
-    logits = []
-    for start in range(0, len(ids), piece):
-        rows = Rows.chain(sequence, ids[start : start + piece], logits="all")
-        logits.append(engine.forward(rows, kind).logits)
-        engine.commit(sequence, range(len(rows)))
-    return np.concatenate(logits)
-
-
 def assert_golden(logits: npt.NDArray[np.float32], golden: Golden, start: int = 0) -> None:
     expected = golden["logits"][start : start + len(logits)]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
@@ -67,7 +55,7 @@ def assert_golden(logits: npt.NDArray[np.float32], golden: Golden, start: int = 
 )
 def test_logits(engine: Engine, golden: Golden, piece: int, kind: Kind) -> None:
     sequence = engine.open()
-    assert_golden(run(engine, sequence, golden["input_ids"].tolist(), piece, kind), golden)
+    assert_golden(run(engine, sequence, golden["input_ids"].tolist(), kind, piece), golden)
     engine.close(sequence)
 
 
@@ -80,7 +68,7 @@ def test_restored_at_every_cut(default_engine: Engine, golden: Golden) -> None:
         engine.snapshot(0, source, logits[-1])
         restored = engine.restore(0)
         few = ids[cut : cut + 2 if cut % 50 else len(ids)]
-        assert_golden(run(engine, restored, few), golden, cut)
+        assert_golden(run(engine, restored, few, piece=64), golden, cut)
         engine.close(restored)
     engine.close(source)
 
@@ -92,7 +80,7 @@ def test_the_state_behind_all_tokens(engine: Engine, golden: Golden) -> None:
         return
     for piece, kind in ((150, Kind.PROMPT), (20, Kind.PROMPT), (16, Kind.STEP)):
         sequence = engine.open()
-        run(engine, sequence, golden["input_ids"].tolist(), piece, kind)
+        run(engine, sequence, golden["input_ids"].tolist(), kind, piece)
         state = sequence.state
         np.testing.assert_allclose(state.conv[0], golden["conv_state_l0"], rtol=0, atol=1e-4)
         np.testing.assert_allclose(state.matrices[0], golden["delta_state_l0"], rtol=0, atol=1e-4)
@@ -108,7 +96,7 @@ def test_fused_query_key_and_value(tmp_path: Path, name: str, golden: Golden) ->
     changes = {**dict.fromkeys(parts), f"blk.{layer}.attn_qkv.weight": rows}
     with open_model(write_changed(tmp_path / "m.gguf", DATA / f"{name}.gguf", tensors=changes)) as file:
         engine = Engine(file, NumpyBackend())
-    assert_golden(run(engine, engine.open(), golden["input_ids"].tolist()), golden)
+    assert_golden(run(engine, engine.open(), golden["input_ids"].tolist(), piece=64), golden)
 
 
 def test_greedy(engine: Engine, golden: Golden) -> None:

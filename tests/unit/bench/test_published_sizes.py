@@ -16,13 +16,13 @@ import pytest
 from slotd.daemon.engine import Engine
 from slotd.daemon.kv.numpy_need import numpy_need
 from slotd.daemon.numpy_backend import NumpyBackend
-from slotd.daemon.rows import Kind, Rows
-from slotd.daemon.sequence import Sequence
+from slotd.daemon.rows import Kind
 from slotd.daemon.weights.architectures import expected_tensors
 from slotd.daemon.weights.kv_formats import kv_bytes_per_token
 from slotd.daemon.weights.reader import open_model
 from tests.bench.model_shapes import PRESETS, Q4_K_M, UNEVEN, Shape, tensors
 from tests.bench.synthetic_gguf import write_hollow, write_synthetic
+from tests.fakes.row_calls import run
 
 QWEN = [name for name in PRESETS if name.startswith("qwen")]
 
@@ -85,24 +85,14 @@ def test_a_model_with_the_heads_of_each_runs(tmp_path: Path, name: str, mix: str
     with open_model(write_synthetic(tmp_path / "m.gguf", shape, seed=1)) as file:
         engine = Engine(file, NumpyBackend(), k_type="tq3_0", v_type="tq3_0")
     ids = np.random.default_rng(0).integers(3, 500, 80).tolist()
-    whole = run(engine, engine.open(), ids, 80, Kind.PROMPT)
+    whole = run(engine, engine.open(), ids)
     assert np.isfinite(whole).all()
     assert 1 < whole.std() < 4
     other = engine.open()
-    first = run(engine, other, ids[:70], 64, Kind.PROMPT)
+    first = run(engine, other, ids[:70], piece=64)
     engine.snapshot(0, other, first[-1])
-    behind = run(engine, engine.restore(0), ids[70:], 5, Kind.STEP)
+    behind = run(engine, engine.restore(0), ids[70:], Kind.STEP, 5)
     # tq3_0 makes a step of what was rounding: the spread of the difference counts, not its largest.
     difference = np.concatenate([first, behind]) - whole
     assert np.sqrt(np.square(difference).mean()) < 0.1 * whole.std()
-    np.testing.assert_array_equal(behind, run(engine, other, ids[70:], 5, Kind.STEP))
-
-
-def run(engine: Engine, sequence: Sequence, ids: list[int], piece: int, kind: Kind) -> np.ndarray:
-    """Commit ids in pieces; the logits of all."""
-    found = []
-    for start in range(0, len(ids), piece):
-        rows = Rows.chain(sequence, ids[start : start + piece], logits="all")
-        found.append(engine.forward(rows, kind).logits)
-        engine.commit(sequence, range(len(rows)))
-    return np.concatenate(found)
+    np.testing.assert_array_equal(behind, run(engine, other, ids[70:], Kind.STEP, 5))
